@@ -87,8 +87,8 @@ class _Trial:
     opaque: bool = False
 
 
-class _Watch(TorchDispatchMode):
-    """Sees which tensors of the trace are used, and random numbers drawn."""
+class Watch(TorchDispatchMode):
+    """Mode that notes the tensors of the trace that are used, and draws of random numbers."""
 
     def __init__(self, tracked: Any) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def _try(
     """Run a call and its backward on tensors without values, ``around`` what it is run on."""
     mode = get_proxy_mode()
     assert mode is not None
-    watch = _Watch(mode.tracer.tensor_tracker)
+    watch = Watch(mode.tracer.tensor_tracker)
     random = torch.get_rng_state()
     trial = _Trial()
     try:
@@ -282,4 +282,4 @@ def _record(callee: Callee, leaves: list[Any], read: list[torch.Tensor], trial: 
     return give(trial.result)
 
 
-__all__ = ["AS_REGION", "whole_functions"]
+__all__ = ["AS_REGION", "Watch", "whole_functions"]
