@@ -89,7 +89,7 @@ def _of_tensors(func: Any, args: Sequence[Any]) -> bool:
 
 
 class _Recording(TorchFunctionMode):
-    """Notes what Python is told about the truth of tensors, by the place that asks."""
+    """The mode that records what Python is told about the truth of tensors, by the place that asks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -152,7 +152,7 @@ def _everywhere(
 
 
 class _ElementByElement(TorchFunctionMode):
-    """Lets a function work on elements that stand in four dims as if it had one of them."""
+    """A mode in which a function works on elements in four dims as if it had one of them."""
 
     def __init__(self, function: Function, given: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class _Seen(NamedTuple):
 
 
 class _Place:
-    """Stands for the index of a query or a key while a ``mask_mod`` is read: it knows comparisons and nothing else."""
+    """A stand-in for the index of a query or a key, which knows comparisons and nothing else."""
 
     def __init__(self, name: str) -> None:
         self.name = name

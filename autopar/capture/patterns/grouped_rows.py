@@ -175,7 +175,7 @@ def _counts(input: torch.Tensor, weights: object = None, minlength: int = 0) -> 
 
 
 class RunningCounts:
-    """Counts of a trace whose numbers Python has in its hands."""
+    """Counts of a trace whose numbers Python reads."""
 
     def __init__(self) -> None:
         self._seen: dict[torch.fx.Node, torch.Tensor] = {}

@@ -58,7 +58,7 @@ class Classes:
 
     @functools.cached_property
     def _chosen(self) -> Any:
-        """By a branch, for everything that is not ``one_hot``."""
+        """The number that a branch chooses, for everything that is not ``one_hot``."""
         return builtins.max(*self._numbers)
 
     def __getattr__(self, name: str) -> Any:

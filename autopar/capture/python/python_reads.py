@@ -71,7 +71,7 @@ class Written:
 
 
 class Recorder:
-    """Around a trace: ``with recorder: export(...)``.
+    """The record of a trace's reads and writes outside of tensors: ``with recorder: export(...)``.
 
     Args:
         root: what is traced.

@@ -85,7 +85,7 @@ class _Casts:
 
 
 class _Writer:
-    """Writes casts into the graphs of one trace.
+    """The writer of casts into the graphs of one trace.
 
     Args:
         kind: of the device that the model is on.

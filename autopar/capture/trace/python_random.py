@@ -80,7 +80,7 @@ def _drawing() -> list[tuple[Any, Function]]:
 
 
 class _Generator:
-    """Stands for a generator that a forward makes, while its model is traced."""
+    """A stand-in for a generator that a forward makes, while its model is traced."""
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
