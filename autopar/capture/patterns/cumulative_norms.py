@@ -36,7 +36,8 @@ class CumulativeNorms:
         return PASS
 
     def _norm(
-        self, input: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+        self, input: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor,
+        weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
         training: bool = False, momentum: Any = 0.1, eps: float = 1e-5,
     ) -> torch.Tensor:  # fmt: skip
         """Compute ``torch.nn.functional.batch_norm``, whose arguments these are."""

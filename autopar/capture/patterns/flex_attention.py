@@ -159,7 +159,7 @@ class _ElementByElement(TorchFunctionMode):
         self.function = function
         self.of_elements = list(given)  # what follows from the arguments; kept, so that no identity is used twice
 
-    def __torch_function__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def __torch_function__(self, func: Function, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         kwargs = kwargs or {}
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not any(map(self._is_of_elements, tensors)):

@@ -65,7 +65,7 @@ class Classes:
         return getattr(self._chosen, name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def __torch_function__(cls, func: Function, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         def plain(x: object) -> Any:
             if isinstance(x, (list, tuple)):
                 return type(x)(map(plain, x))

@@ -306,7 +306,7 @@ class _Seen(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], Mapping[str, Any]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 

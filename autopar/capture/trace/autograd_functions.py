@@ -25,6 +25,7 @@ from autopar.rules.function import PLAIN, Callee, ReadTensor, identity_of, on_ze
 from autopar.torch_private import (
     BackwardHookFunction,
     DisableTorchFunction,
+    OpOverload,
     SingleLevelFunction,
     TorchDispatchMode,
     functorch_is_active,
@@ -96,7 +97,7 @@ class Watch(TorchDispatchMode):
         self.read: dict[int, tuple[torch.Tensor, int]] = {}
         self.random = False
 
-    def __torch_dispatch__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         for x in pytree.tree_leaves((args, kwargs)):
             if isinstance(x, torch.Tensor) and id(x) not in self.read and x in self.tracked:
                 self.read[id(x)] = x, x._version
