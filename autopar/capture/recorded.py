@@ -19,23 +19,25 @@ from autopar.capture.trace.tracing import export
 from autopar.errors import AutoparError, CaptureError
 from autopar.words.trees import PyTree
 
+Built = tuple[GraphBuilder, Any]
 
-def traced(
-    module: torch.nn.Module, args: PyTree, kwargs: PyTree, prefix: str, loss_fn: Callable[..., Any] | None,
-    attempt: Attempt,
-) -> tuple[Guards, Any, GraphBuilder, Any]:  # fmt: skip
-    """Trace a call of ``module``; return ``(guards, exported program, builder, what it built)``.
 
-    Raises:
-        CaptureError: it cannot be traced, changes what it reads at every call, or draws random numbers outside torch.
-    """
-    functions = (loss_fn,) if loss_fn is not None else ()
+class _Calls:
+    """Traces of a module's calls under the same decisions, each with a recorder of its own."""
 
-    def once(answer: Answer = lambda number, site: False) -> tuple[Recorder, Any]:
-        recorder = Recorder(module, prefix, functions)
+    def __init__(
+        self, module: torch.nn.Module, args: PyTree, kwargs: PyTree, prefix: str, functions: tuple[Any, ...],
+        attempt: Attempt,
+    ) -> None:  # fmt: skip
+        self.module, self.args, self.kwargs, self.prefix = module, args, kwargs, prefix
+        self.functions, self.attempt = functions, attempt
+
+    def once(self, answer: Answer | None = None) -> tuple[Recorder, Any]:
+        """Trace a call whose questions about random numbers have some answer."""
+        recorder = Recorder(self.module, self.prefix, self.functions)
         with undone(recorder):
             with recorder:
-                exported: Any = export(module, args, kwargs, attempt, answer)
+                exported = self._export(answer)
             exported.left = recorder.left.all
             for owner, name in recorder.set_on_none.values():
                 setattr(owner, name, None)
@@ -46,53 +48,75 @@ def traced(
             drawn = recorder.drew()
             if drawn:
                 before = recorder.states()
-                place = draw_place(lambda: export(module, args, kwargs, attempt, answer), recorder.states)
+                place = draw_place(lambda: self._export(answer), recorder.states)
                 again = not all(map(same_state, before, recorder.states()))
                 recorder.set_back()
                 _refuse_draws(drawn, place, again)
         return recorder, exported
 
-    def whole(exported: torch.export.ExportedProgram, recorder: Recorder) -> tuple[GraphBuilder, Any]:
+    def _export(self, answer: Answer | None) -> Any:
+        return export(self.module, self.args, self.kwargs, self.attempt, answer)
+
+    def whole(self, recorder: Recorder, exported: Any) -> Built:
         """Return the graph of a trace; where Python asked for random numbers, that of all its branches."""
 
-        def again(answer: Answer) -> tuple[GraphBuilder, Any]:
-            trial, exported = once(answer)
+        def again(answer: Answer) -> Built:
+            trial, exported = self.once(answer)
             trial.undo()
             recorder.learn(trial)
-            return GraphBuilder(module, exported, prefix), exported
+            return GraphBuilder(self.module, exported, self.prefix), exported
 
-        return build(GraphBuilder(module, exported, prefix), again)
+        return build(GraphBuilder(self.module, exported, self.prefix), again)
 
-    recorder, exported = once()
-    builder, built = whole(exported, recorder)
-    if recorder.kept:  # `if self.cache is None or at_the_beginning: self.cache = ...`: what would the next call do?
+    def check_kept(self, recorder: Recorder, exported: Any, fingerprint: str) -> None:
+        """Refuse tensors of one call that change the next one: ``if self.cache is None: self.cache = ...``."""
         lines = list(recorder.kept.values())
         with recorder.next_call():
             try:
-                second, exported_again = once()
-                _, again = whole(exported_again, second)
+                second, exported_again = self.once()
+                _, again = self.whole(second, exported_again)
             except AutoparError as error:
                 raise _kept_error(lines) from error
-        if second.kept.keys() != recorder.into.keys() or again[0].fingerprint != built[0].fingerprint:
-            raise _kept_error(lines)
-        if not recorder.leaves_alike(second):
+        same = second.kept.keys() == recorder.into.keys() and again[0].fingerprint == fingerprint
+        if not same or not recorder.leaves_alike(second):
             raise _kept_error(lines)
         exported.left = tuple(
             replace(first, appends=then.appends) for first, then in zip(exported.left, second.left.all, strict=True)
         )
         recorder.forget(recorder.kept)
-    changed = recorder.changed
-    if changed:  # a flag that the first call sets is fine; a counter is not: see what the second call does
+
+    def after_changes(self, recorder: Recorder, fingerprint: str) -> tuple[Recorder, Any, GraphBuilder, Any]:
+        """Trace the second call, after one that changes what it reads: a flag that is set is fine, a counter is not."""
+        changed = recorder.changed
         recorder.apply()
         with undone(recorder):
-            second, exported = once()
+            second, exported = self.once()
             if second.changed:
                 second.undo()
                 _refuse_changes(second.changed)
-            builder, again = whole(exported, second)
-            if again[0].fingerprint != built[0].fingerprint:
+            builder, again = self.whole(second, exported)
+            if again[0].fingerprint != fingerprint:
                 _refuse_first_call(changed)
-        recorder, built = second, again
+        return second, exported, builder, again
+
+
+def traced(
+    module: torch.nn.Module, args: PyTree, kwargs: PyTree, prefix: str, loss_fn: Callable[..., Any] | None,
+    attempt: Attempt,
+) -> tuple[Guards, Any, GraphBuilder, Any]:  # fmt: skip
+    """Trace a call of ``module``; return ``(guards, exported program, builder, what it built)``.
+
+    Raises:
+        Undecided: it has to be traced with another decision.
+        CaptureError: it cannot be traced, changes what it reads at every call, or draws random numbers outside torch.
+    """
+    calls = _Calls(module, args, kwargs, prefix, (loss_fn,) if loss_fn is not None else (), attempt)
+    recorder, exported = calls.once()
+    builder, built = calls.whole(recorder, exported)
+    if recorder.kept:
+        calls.check_kept(recorder, exported, built[0].fingerprint)
+    if recorder.changed:
+        recorder, exported, builder, built = calls.after_changes(recorder, built[0].fingerprint)
     guards = recorder.guards(builder.unwritten)
     guards.filled = recorder.filled
     modules = {path.removeprefix(prefix): m for path, m in module.named_modules()}

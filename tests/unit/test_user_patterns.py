@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from autopar.capture import patterns
+from autopar.capture.trace import patches
+from autopar.capture.trace.contexts import PATCHES, handlers
 from autopar.capture.trace.patches import Handler, in_order
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,3 +71,11 @@ def test_handlers_keep_the_order_that_they_ask_for() -> None:
     assert [handler.name for handler in in_order(made)] == ["b", "a", "c"]
     with pytest.raises(AssertionError, match="before each other"):
         in_order([Handler("a", "", lambda _: None, before=("b",)), Handler("b", "", lambda _: None, before=("a",))])
+
+
+def test_every_patch_and_handler_has_a_name_of_its_own_and_a_reason() -> None:
+    patterns.load()
+    for entries in ([*PATCHES, *patches.PATCHES.values()], handlers()):
+        names = [entry.name for entry in entries]
+        assert len(set(names)) == len(names) > 5
+        assert all(len(entry.reason) > 15 for entry in entries)

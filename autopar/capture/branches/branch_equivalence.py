@@ -21,7 +21,7 @@ class Numbers:
         self.known: dict[Any, int] = {}
 
     def of_draft(
-        self, draft: Draft, constants: Mapping[str, Any], settled: Callable[[Node], int | None] = lambda node: None
+        self, draft: Draft, constants: Mapping[str, Any], settled: Callable[[Node], int | None] = lambda _node: None
     ) -> tuple[Any, dict[Any, Any]]:
         """Return ``(outputs, updates)`` as numbers; flags are told by their new values, and not by their names.
 

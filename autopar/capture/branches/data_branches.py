@@ -2,7 +2,7 @@
 
 ``if labels.max() >= vocab_size: raise``, ``if mask.any(): ...``: Python asks for the truth of a tensor that depends on
 what the model is called with. While the model is traced it has no values, so the model is run once as it is, on the
-example, and what it answered at each line is what the trace is told; a question that was not heard in that run has no
+example, and its answers at each line are given to the trace; a question that was not asked in that run has no
 answer, and is refused. Where there are no values (parameters on the meta device) the answer is False, unless the
 model's own code then raises an error.
 
@@ -45,8 +45,8 @@ LAST = 16
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("taken(Tensor condition, str site, bool answer) -> ()")
-torch.library.register_fake("autopar::taken", lambda condition, site, answer: None, lib=_LIBRARY)
-_LIBRARY.impl("taken", lambda condition, site, answer: None, "CompositeExplicitAutograd")
+torch.library.register_fake("autopar::taken", lambda *_: None, lib=_LIBRARY)
+_LIBRARY.impl("taken", lambda *_: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.autopar.taken.default)
 
 
@@ -83,13 +83,13 @@ def take(tensor: torch.Tensor) -> bool:
         raise Unanswered(f"forward branches on the value of a tensor, at {site.partition('@')[0]}")
     answer = now.attempt.answer(site, now.questions[site], _rows_are_used)
     if answer is None:
-        raise _unheard(site)
+        raise _not_asked_before(site)
     now.questions[site] += 1
     torch.ops.autopar.taken(truth(tensor, "numbers", "x"), site, answer)
     return answer
 
 
-def _unheard(site: str) -> CaptureError:
+def _not_asked_before(site: str) -> CaptureError:
     return CaptureError(
         f"forward branches, at {site.partition('@')[0]}, on a number of a list or array that it reads from a tensor "
         "(tolist(), numpy()) which follows from more than the integers that it is given: a program would branch as the "
@@ -129,7 +129,7 @@ def rows_are_asked_for(number: str) -> bool:
     return True
 
 
-def take_list(tensor: torch.Tensor, what: str = LIST, only_if: Callable[[Any], bool] = lambda answer: True) -> Any:
+def take_list(tensor: torch.Tensor, what: str = LIST, only_if: Callable[[Any], bool] = lambda _answer: True) -> Any:
     """Return the example's answer to ``tensor.tolist()``, of integers that follow from inputs alone.
 
     None where there is none: the example has no values, or the trace was not tried yet without a fixed list.

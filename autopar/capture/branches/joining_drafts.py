@@ -93,7 +93,7 @@ def key_of(node: Node, constants: Mapping[str, Any]) -> Any:
     """Return what a node computes, apart from the tensors that it is given.
 
     ``constants``: tensors that a trace has made, which are the same where their values are. One that a forward writes
-    is no such tensor: it is told by its name, as those that the model has registered.
+    is no such tensor: it is known by its name, as those that the model has registered.
     """
     if node.kind != "op":
         value = constants.get(node.target)
@@ -109,8 +109,8 @@ def literals(node: Node) -> str:
     def plain(value: object) -> Any:
         return f"<{value.name}>" if isinstance(value, Callee) else value
 
-    args = tuple(plain(map_refs(a, lambda r: "%")) for a in node.args)
-    return repr((args, sorted(map_refs(node.kwargs, lambda r: "%").items())))
+    args = tuple(plain(map_refs(a, lambda _: "%")) for a in node.args)
+    return repr((args, sorted(map_refs(node.kwargs, lambda _: "%").items())))
 
 
 def _noted_in(flag: Node) -> Any:

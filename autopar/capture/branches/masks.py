@@ -2,7 +2,7 @@
 
 Rows that a mask selects are computed for all positions (:mod:`autopar.capture.graph.selected_rows`), so a trace takes
 the way on which they are used, also where the example has none, if the branch does nothing else (:mod:`.only_rows`).
-While a model is run to hear how it branches, this notes which questions are about the rows of a mask, and whether the
+While a model is run to record how it branches, this notes which questions are about the rows of a mask, and whether the
 mask then selects.
 """
 

@@ -1,7 +1,7 @@
 """Tensors that torch reads a number of, where a function is given one in the place of a size, a count or a shift.
 
 ``torch.arange(counts.sum())``, ``F.interpolate(x, size=(h, w))``, ``x.roll(shifts=delay, dims=1)``, ``x[:, :n]``: torch
-asks such a tensor for its value itself, where no mode hears of it.
+asks such a tensor for its value itself, where no mode is notified.
 """
 
 from __future__ import annotations

@@ -47,13 +47,13 @@ def answers_of(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (tuple(args), dict(kwargs))
     )
-    heard, before = _Hearing(), _versions(module)
+    recorded, before = _Recording(), _versions(module)
     with kept(module), generators_kept(), torch.enable_grad(), checked():
-        with heard:
+        with recorded:
             module(*args, **kwargs)
         steady = frozenset(name for name, version in _versions(module).items() if before.get(name) == version)
-    answers = {site: [heard.masks.answers.get(site, a) for a in given] for site, given in heard.answers.items()}
-    return Answers({**answers, **heard.always_listed()}, listed=heard.listed, steady=steady, observed=True)
+    answers = {site: [recorded.masks.answers.get(site, a) for a in given] for site, given in recorded.answers.items()}
+    return Answers({**answers, **recorded.always_listed()}, listed=recorded.listed, steady=steady, observed=True)
 
 
 def _versions(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
@@ -88,8 +88,8 @@ def _of_tensors(func: Any, args: Sequence[Any]) -> bool:
     return len(args) > 1 and (func not in SAME or args[0].shape == args[1].shape)
 
 
-class _Hearing(TorchFunctionMode):
-    """Notes what Python is told about the truth of tensors, by the place that asks."""
+class _Recording(TorchFunctionMode):
+    """The mode that records what Python is told about the truth of tensors, by the place that asks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class _Hearing(TorchFunctionMode):
         self.masks = MaskQuestions()
         self.listed: dict[str, list[Any]] = {}
 
-    def heard(self, tensor: torch.Tensor) -> bool:
+    def recorded(self, tensor: torch.Tensor) -> bool:
         """Return the answer, recorded by the place that asks."""
         return self._heard_at(place_of_question(), tensor)
 
@@ -111,13 +111,13 @@ class _Hearing(TorchFunctionMode):
         """Return ``tensor.numpy()`` with numbers whose comparisons are recorded, unless branches only work on rows."""
         import numpy
 
-        def heard(answer: torch.Tensor) -> bool:
+        def recorded(answer: torch.Tensor) -> bool:
             with DisableTorchFunction():
-                return bool(answer.item()) if asked_for_rows_only() else self.heard(answer)
+                return bool(answer.item()) if asked_for_rows_only() else self.recorded(answer)
 
         with DisableTorchFunction():
             self.listed.setdefault(site_of() + LIST, []).append(tensor.tolist())
-            numbers = [_Known(number, heard) for number in tensor.unbind()]
+            numbers = [_Known(number, recorded) for number in tensor.unbind()]
         array = numpy.empty(len(numbers), dtype=object)
         array[:] = numbers
         return array
@@ -125,7 +125,7 @@ class _Hearing(TorchFunctionMode):
     def _numbers(self, tensor: torch.Tensor) -> Any:
         """Return ``tensor.tolist()``, with numbers whose comparisons are recorded."""
         if not tensor.dim():
-            return _Known(tensor, self.heard)
+            return _Known(tensor, self.recorded)
         with DisableTorchFunction():
             rows = tensor.unbind()
         return [self._numbers(row) for row in rows]
@@ -175,7 +175,7 @@ class _Hearing(TorchFunctionMode):
             for mask in masks_in(args[1]) if func in INDEXED else ():
                 self.listed.setdefault(site_of() + PLACES, []).append(mask.tolist())
         if func is torch.Tensor.item and args[0].numel() == 1:
-            return _Known(args[0], self.heard)
+            return _Known(args[0], self.recorded)
         result = func(*args, **(kwargs or {}))
         self.masks.computed(func, args, result)
         return result

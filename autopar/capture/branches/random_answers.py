@@ -103,7 +103,7 @@ def refused(what: str, drawn: str = "") -> CaptureError:
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("ask(Tensor condition, str site, bool answer) -> ()")
-torch.library.register_fake("autopar::ask", lambda condition, site, answer: None, lib=_LIBRARY)
+torch.library.register_fake("autopar::ask", lambda *_: None, lib=_LIBRARY)
 torch.fx.node.has_side_effect(torch.ops.autopar.ask.default)
 
 

@@ -2,10 +2,10 @@
 
 Some few traces are enough for any number of questions. The *base* is the trace in which most is computed. A trace in
 which every second question is answered otherwise, and one with the others, show for each question what hangs on it and
-where both sides meet, because what stands between two flipped questions is there in both. The graph that follows is
-then settled to each of a number of answers, and compared with a trace that was given them: all at once, and for every
-bit of the questions' numbers those that have it, so that any two questions were told apart. Where it is not right, one
-trace is made for each question, if they are not too many.
+where both sides meet, because the operators between two flipped questions are in both. The graph that follows is then
+settled to each of a number of answers, and compared with a trace that was given them: all at once, and for every bit of
+the questions' numbers those that have it, which distinguishes any two questions. Where it is not right, one trace is
+made for each question, if they are not too many.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Explorer:
 
     def _plainly(self, yes: frozenset[str]) -> Trace:
         if yes not in self.plain:
-            self.plain[yes] = self._made(lambda number, site: site in yes)
+            self.plain[yes] = self._made(lambda _number, site: site in yes)
         return self.plain[yes]
 
     def _base(self) -> Trace:

@@ -121,7 +121,7 @@ class _Uniting:
             read = [self._entered(i, ref.node, value) for ref, value in zip(node.refs, read, strict=True)]
         values = iter(read)
         node = replace(
-            node, args=map_refs(node.args, lambda r: next(values)), kwargs=map_refs(node.kwargs, lambda r: next(values))
+            node, args=map_refs(node.args, lambda _: next(values)), kwargs=map_refs(node.kwargs, lambda _: next(values))
         )
         if has_effect(node.target) and (asked_by is not None or i in self.union.left_out):
             node = self._beside(node, i)

@@ -50,4 +50,3 @@ register(
         lambda _record: mock.patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _of_all_rows),
     )
 )  # fmt: skip
-

@@ -75,4 +75,3 @@ register(
         lambda _record: Transcripts(), before=("packed sequences",),
     )
 )  # fmt: skip
-

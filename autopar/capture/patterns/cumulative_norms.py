@@ -36,7 +36,8 @@ class CumulativeNorms:
         return PASS
 
     def _norm(
-        self, input: torch.Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+        self, input: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor,
+        weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
         training: bool = False, momentum: Any = 0.1, eps: float = 1e-5,
     ) -> torch.Tensor:  # fmt: skip
         """Compute ``torch.nn.functional.batch_norm``, whose arguments these are."""
@@ -68,4 +69,3 @@ register(
         lambda _record: CumulativeNorms(), (torch.Tensor.__float__, functional.batch_norm),
     )
 )  # fmt: skip
-

@@ -60,4 +60,3 @@ register(
         lambda _record: _bags, (functional.embedding_bag,),
     )
 )  # fmt: skip
-

@@ -69,7 +69,7 @@ class Dispatched:
         if matrix is None:
             return PASS
         if func is GET:
-            return args[1][0].rows_of(matrix, args[1]) if _is_ordered(args[1]) else PASS
+            return args[1][0].rows_of(args[1]) if _is_ordered(args[1]) else PASS
         along = args[1] if len(args) > 1 else kwargs.get("dim", -1)
         if along != 0 or set(kwargs) - {"dim"}:
             return PASS
@@ -120,7 +120,7 @@ class _Order:
 
     places: _Places
 
-    def rows_of(self, matrix: torch.Tensor, index: PyTree) -> torch.Tensor:
+    def rows_of(self, index: PyTree) -> torch.Tensor:
         """Return ``found[order[:, 1], 0]``, or the columns with a 1."""
         if index[1] not in (0, 1):
             raise _refused()
@@ -141,7 +141,7 @@ class _Columns:
         if index == (slice(None), 1):
             return self.places.columns if self.sorted else _Order(self.places)
         if self.sorted and _is_ordered(index):
-            return index[0].rows_of(self.places.marked, index)
+            return index[0].rows_of(index)
         raise _refused()
 
     def split(self, split_size: int, dim: int = 0) -> Any:
@@ -168,4 +168,3 @@ register(
         lambda _record: Dispatched(), (*FOUND, *SORTED, *SPLIT, GET), before=("one-hot sizes", "grouped rows"),
     )
 )  # fmt: skip
-

@@ -50,7 +50,7 @@ class _Stacked(TorchFunctionMode):
         self.tables = [dict(module.named_parameters()) for module in experts]
         self.names = {id(p): name for name, p in self.tables[0].items()}
 
-    def __torch_function__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def __torch_function__(self, func: Function, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if func is not functional.linear:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]

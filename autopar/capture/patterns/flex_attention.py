@@ -145,21 +145,21 @@ def _everywhere(
     ]
     given = places if score is None else [score, *places]
     with _ElementByElement(function, given):
-        said = function(*given)
-    if not isinstance(said, torch.Tensor):
-        said = torch.full((1, 1, 1, 1), said, device=device)
-    return said.reshape((1,) * (4 - said.dim()) + tuple(said.shape))
+        result = function(*given)
+    if not isinstance(result, torch.Tensor):
+        result = torch.full((1, 1, 1, 1), result, device=device)
+    return result.reshape((1,) * (4 - result.dim()) + tuple(result.shape))
 
 
 class _ElementByElement(TorchFunctionMode):
-    """Lets a function work on elements that stand in four dims as if it had one of them."""
+    """A mode in which a function works on elements in four dims as if it had one of them."""
 
     def __init__(self, function: Function, given: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.function = function
         self.of_elements = list(given)  # what follows from the arguments; kept, so that no identity is used twice
 
-    def __torch_function__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def __torch_function__(self, func: Function, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         kwargs = kwargs or {}
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not any(map(self._is_of_elements, tensors)):
@@ -211,7 +211,7 @@ class _Seen(NamedTuple):
 
 
 class _Place:
-    """Stands for the index of a query or a key while a ``mask_mod`` is read: it knows comparisons and nothing else."""
+    """A stand-in for the index of a query or a key, which knows comparisons and nothing else."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -231,10 +231,10 @@ class _Place:
 def says_causal(mask_mod: Function) -> bool:
     """Check that a ``mask_mod`` is ``q >= k``, and nothing else."""
     try:
-        said = mask_mod(_Place("b"), _Place("h"), _Place("q"), _Place("k"))
+        result = mask_mod(_Place("b"), _Place("h"), _Place("q"), _Place("k"))
     except Exception:  # it does what only tensors can: whatever that raises, it is not the plain comparison
         return False
-    return isinstance(said, _Seen) and said in (_Seen(">=", "q", "k"), _Seen("<=", "k", "q"))
+    return isinstance(result, _Seen) and result in (_Seen(">=", "q", "k"), _Seen("<=", "k", "q"))
 
 
 register(

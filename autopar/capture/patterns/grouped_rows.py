@@ -175,7 +175,7 @@ def _counts(input: torch.Tensor, weights: object = None, minlength: int = 0) -> 
 
 
 class RunningCounts:
-    """Counts of a trace whose numbers Python has in its hands."""
+    """Counts of a trace whose numbers Python reads."""
 
     def __init__(self) -> None:
         self._seen: dict[torch.fx.Node, torch.Tensor] = {}
@@ -284,7 +284,7 @@ class ReadNumbers:
             raise AttributeError(name)
         raise self._refused(f"asked for '{name}'")
 
-    def _computed(self, *others: object) -> Any:
+    def _computed(self, *_others: object) -> Any:
         raise self._refused("computed with")
 
     # Python looks for these on the class, so that __getattr__ would not be asked

@@ -182,4 +182,3 @@ register(
         (*FOUND, *DISTINCT, *ITERATED, *SQUEEZED, *COMPARED, torch.Tensor.__getitem__), before=("expert dispatch",),
     )
 )  # fmt: skip
-

@@ -25,4 +25,3 @@ register(
         lambda record: builtin_replaced(record.module, "len", _length),
     )
 )  # fmt: skip
-

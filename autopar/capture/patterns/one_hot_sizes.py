@@ -58,14 +58,14 @@ class Classes:
 
     @functools.cached_property
     def _chosen(self) -> Any:
-        """By a branch, for everything that is not ``one_hot``."""
+        """The number that a branch chooses, for everything that is not ``one_hot``."""
         return builtins.max(*self._numbers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._chosen, name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def __torch_function__(cls, func: Function, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         def plain(x: object) -> Any:
             if isinstance(x, (list, tuple)):
                 return type(x)(map(plain, x))
@@ -135,4 +135,3 @@ register(
         lambda _record: _hot, (torch.nn.functional.one_hot,), before=("grouped rows",),
     ),
 )  # fmt: skip
-

@@ -29,11 +29,11 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 
 from autopar.capture.graph.exported_nodes import storage_of
 from autopar.capture.trace import checkpointed_regions
-from autopar.capture.trace.autograd_functions import AS_REGION
+from autopar.capture.trace.autograd_functions import AS_REGION, Watch
 from autopar.capture.trace.patches import Function
 from autopar.capture.trace.recording import here, now
 from autopar.rules.function import PLAIN, tensors_of
-from autopar.torch_private import DisableTorchFunction, OpOverload, SingleLevelFunction, TorchDispatchMode, pytree
+from autopar.torch_private import DisableTorchFunction, OpOverload, SingleLevelFunction
 from autopar.words.autocasting import autocast_now, without_autocast
 from autopar.words.trees import PyTree
 
@@ -90,25 +90,21 @@ class _Seen:
             self.depth -= 1
 
 
-class _Watch(TorchDispatchMode):
-    """Notes operators of the Function's own, writes, random numbers, and which tensors of the trace are used."""
+class _Watch(Watch):
+    """Mode that notes operators of the Function's own and writes, too."""
 
     def __init__(self, seen: _Seen, tracked: Any) -> None:
-        super().__init__()
-        self.seen, self.tracked = seen, tracked
-        self.read: dict[int, torch.Tensor] = {}
-        self.random = False
+        super().__init__(tracked)
+        self.seen = seen
 
-    def __torch_dispatch__(self, func: OpOverload, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: PyTree = (), kwargs: PyTree = None
+    ) -> PyTree:
         own = not self.seen.depth and not func.is_view and func.namespace != "prim"  # which asks for a device
         # what is written would be written twice, by the forward and by the backward
         written = func._schema.is_mutable and any(isinstance(x, torch.Tensor) and x in self.tracked for x in args)
         self.seen.more |= own or written  # noted only: the autograd engine does not bear an exception everywhere
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        for x in pytree.tree_leaves((args, kwargs)):
-            if isinstance(x, torch.Tensor) and x in self.tracked:
-                self.read[id(x)] = x
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def as_region(cls: Any, args: Sequence[Any], kwargs: PyTree) -> Callable[[], Any] | None:
@@ -177,7 +173,7 @@ def _tried(cls: Any, args: Sequence[Any], place: int) -> tuple[_Seen, list[Any],
         with watch, seen.inside():
             outs = [x for x in tensors_of(function(*seen.calls[0].args)) if x.requires_grad]
             zeros = [torch.zeros_like(x) for x in outs]
-            hidden = [x for x in watch.read.values() if x.requires_grad and id(x) not in {id(s) for s in starts}]
+            hidden = [x for x, _ in watch.read.values() if x.requires_grad and id(x) not in {id(s) for s in starts}]
             true = plain_grad(outs, [x for _, x in learned] + hidden, zeros, allow_unused=True)
     reached = [k for (k, _), gradient in zip(learned, true, strict=False) if gradient is not None]
     if reached != [k for k, _ in learned if seen.returned[k] is not None]:

@@ -155,7 +155,7 @@ class PackedAsPadded:
         return padded if batch_first else padded.transpose(0, 1).contiguous(), rows.lengths
 
     def _layers(
-        self, func: Any, data: torch.Tensor, counts: torch.Tensor, states: PyTree, weights: Any, has_biases: bool,
+        self, func: Function, data: torch.Tensor, counts: torch.Tensor, states: PyTree, weights: Any, has_biases: bool,
         n_layers: int, dropout: float, train: bool, bidirectional: bool,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """Compute torch's operator for packed sequences, whose arguments these are."""
@@ -178,7 +178,7 @@ class PackedAsPadded:
                 x = torch.dropout(x, dropout, train)
         return self._packed(x.flatten(0, 1), rows), *(torch.stack(kind) for kind in zip(*finals, strict=True))
 
-    def _in_order(self, func: Any, name: str, args: PyTree, kwargs: PyTree) -> Any:
+    def _in_order(self, func: Function, name: str, args: PyTree, kwargs: PyTree) -> PyTree:
         """Handle the order of a batch that is not sorted: it selects all, and is its own inverse."""
         if name in ("to", "cpu", "cuda", "empty_like", "scatter_") and id(args[0]) in self._order:
             return args[0]
@@ -186,7 +186,7 @@ class PackedAsPadded:
             return args[0]
         return func(*args, **kwargs)
 
-    def _of_counts(self, func: Any, name: str, args: PyTree, kwargs: PyTree) -> Any:
+    def _of_counts(self, func: Function, name: str, args: PyTree, kwargs: PyTree) -> PyTree:
         rows = self._counts[id(args[0])][1] if id(args[0]) in self._counts else None
         if rows is not None and _asked(func, name) in ASKING:
             return func(*args, **kwargs)
@@ -196,7 +196,7 @@ class PackedAsPadded:
             return _All(rows.steps)
         raise self._not_packed(name)
 
-    def _of_data(self, func: Any, name: str, args: PyTree, kwargs: Mapping[str, Any]) -> Any:
+    def _of_data(self, func: Function, name: str, args: PyTree, kwargs: Mapping[str, Any]) -> PyTree:
         first = self._data.get(id(args[0])) if args else None
         if first is not None and not _among(self._data, (*args[1:], *kwargs.values())):
             if func in OF_EACH_ROW:
@@ -214,7 +214,7 @@ class PackedAsPadded:
         raise self._not_packed(name)
 
     def _loss(
-        self, func: Any, asked: inspect.BoundArguments, scores: tuple[torch.Tensor, _Rows],
+        self, func: Function, asked: inspect.BoundArguments, scores: tuple[torch.Tensor, _Rows],
         labels: tuple[torch.Tensor, _Rows],
     ) -> torch.Tensor:  # fmt: skip
         """Compute a loss over packed rows, which leaves out the others."""
@@ -241,7 +241,8 @@ class PackedAsPadded:
 
 
 def _one_way(
-    func: Any, x: torch.Tensor, states: PyTree, weights: list[torch.Tensor], has_biases: bool, train: bool, rows: _Rows
+    func: Function, x: torch.Tensor, states: PyTree, weights: list[torch.Tensor], has_biases: bool, train: bool,
+    rows: _Rows,
 ) -> tuple[torch.Tensor, ...]:
     """Run one layer in one direction over x [n steps features]; the states [n hidden] are those at the lengths."""
     if func is torch.lstm:
@@ -278,4 +279,3 @@ def _handler(record: Recording) -> PackedAsPadded:
 
 
 register(Handler("packed sequences", "the number of packed rows depends on the lengths", _handler))
-

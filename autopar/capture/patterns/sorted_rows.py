@@ -3,9 +3,9 @@
 ``order = picked.flatten().argsort(); y = f(x[order // k]); out.index_add_(0, order // k, y)`` sorts the rows of a whole
 batch, which no rank has. What works on each row by itself gives the same in any order: ``f(x[order]) == f(x)[order]``.
 So here such a function is computed of the rows as they were, and where they are put back by the order, or added up by
-it, they already stand there. Grouped products (:mod:`autopar.capture.patterns.grouped_rows`) become products of rows with
-the matrix of their expert: the number that was sorted by, where the groups' ends are its running counts, and else the
-group of the row's place in the order.
+it, they already stand there. Grouped products (:mod:`autopar.capture.patterns.grouped_rows`) become products of rows
+with the matrix of their expert: the number that was sorted by, where the groups' ends are its running counts, and else
+the group of the row's place in the order.
 
 What reads sorted rows in any other way has them as they were traced.
 """

@@ -24,7 +24,7 @@ _HEAP = 1 << 9
 
 
 class Lookups:
-    """Classes whose attribute lookup tells of itself, until :meth:`end`.
+    """Classes whose attribute lookups are recorded until :meth:`end`.
 
     Args:
         saw: is called with an object, a name and the value that was read, two frames below the code that read it.

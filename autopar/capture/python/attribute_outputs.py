@@ -48,7 +48,7 @@ class Left:
 
 
 class LeftBehind:
-    """Notes the attributes of modules that a forward sets while it is traced."""
+    """Notes of the attributes of modules that a forward sets while it is traced."""
 
     def __init__(self) -> None:
         self.set: dict[tuple[int, str], tuple[torch.nn.Module, str, str]] = {}

@@ -25,7 +25,7 @@ _MOST = 256
 
 
 class _Other:
-    """Stands for a value in a container that is no plain one: a tensor, a module."""
+    """A stand-in for a value in a container that is no plain one: a tensor, a module."""
 
     def __repr__(self) -> str:
         return "..."
@@ -35,7 +35,7 @@ OTHER = _Other()
 
 
 class SameObject:
-    """Stands for an object whose attributes were read: it must stay that object."""
+    """A weak reference to an object whose attributes were read: it must stay that object."""
 
     def __init__(self, value: object) -> None:
         self.kind = type(value).__name__
@@ -56,7 +56,7 @@ class SameObject:
 
 
 class Held:
-    """Stands for a tensor that an object or a container keeps: it must stay that tensor.
+    """A weak reference to a tensor that an object or a container keeps: it must stay that tensor.
 
     Whether its values are written anew is watched apart (:meth:`.guards.Guards.watch`).
     """

@@ -74,13 +74,13 @@ def draw_place(trace: Callable[[], Any], states: Callable[[], Any]) -> str:
     places: list[str] = []
     last = states()
 
-    def line(frame: FrameType, event: str, _: object, at: list[str]) -> Any:
+    def line(frame: FrameType, _event: str, _: object, at: list[str]) -> Any:
         if not places and not same_state(last, states()):
             places.append(at[0])
         at[0] = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         return None if places else functools.partial(line, at=at)
 
-    def call(frame: Any, event: str, _: object) -> Any:
+    def call(frame: Any, _event: str, _: object) -> Any:
         if places or not is_users(frame.f_code.co_filename):
             return None
         if not same_state(last, states()):  # before this function was called: in a line that runs, or in none we see

@@ -1,6 +1,6 @@
 """Globals and free variables that the model's code names: what its ``forward`` reads without an attribute.
 
-Python has no way to hear of such a read, so the code itself is looked at: ``forward`` of each module, the loss
+Python notifies nobody of such a read, so the code itself is looked at: ``forward`` of each module, the loss
 function, and the functions and methods of the user that they name. Only the user's own files count.
 """
 
@@ -47,6 +47,8 @@ class Free:
 
 
 GRADIENT_MODE = "is_grad_enabled"
+_CHOSEN = types.FunctionType | types.MethodType | functools.partial
+"""Types of an activation that was chosen, or of another forward."""
 
 
 def free_values(
@@ -58,15 +60,7 @@ def free_values(
     """
     values: dict[tuple[int, str], Free] = {}
     seen: set[tuple[int, type | None]] = set()
-    todo: list[tuple[types.FunctionType, type | None]] = []
-    for module in {type(m): m for m in modules}.values():
-        todo.extend((f, type(module)) for f in _functions(type(module).forward))
-    for module in modules:
-        for value in vars(module).values():  # such as an activation that was chosen, or another forward
-            if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-                todo.extend((f, type(module)) for f in _functions(value))
-    for function in functions:
-        todo.extend((f, None) for f in _functions(function))
+    todo = list(_called_first(modules, functions))
     while todo:
         function, owner = todo.pop()
         if (id(function.__code__), owner) in seen or not is_own(function.__code__.co_filename):
@@ -99,6 +93,19 @@ def free_values(
             for name in attributes if owner is not None else ():
                 todo.extend((f, owner) for f in _functions(inspect.getattr_static(owner, name, None)))
     return list(values.values())
+
+
+def _called_first(
+    modules: Sequence[torch.nn.Module], functions: Sequence[object]
+) -> Iterator[tuple[types.FunctionType, type | None]]:
+    for kind in dict.fromkeys(type(module) for module in modules):
+        yield from ((f, kind) for f in _functions(kind.forward))
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, _CHOSEN):
+                yield from ((f, type(module)) for f in _functions(value))
+    for function in functions:
+        yield from ((f, None) for f in _functions(function))
 
 
 def _keep(values: dict[tuple[int, str], Free], place: object, name: str, value: object, path: str, kind: str) -> None:

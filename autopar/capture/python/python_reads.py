@@ -1,7 +1,7 @@
 """The recorder of what ``forward`` reads and writes outside of tensors while it is traced.
 
 The classes of the model's modules, and of the objects that hang on them, look up attributes through a recorder for as
-long as a trace runs. What it hears of are attribute reads of plain values (they become
+long as a trace runs. It records attribute reads of plain values (they become
 :class:`.guards.Guards`), writes (a value that was read before and is written anew is another one at
 every call), and generators of random numbers outside torch, whose state shows whether they were used.
 """
@@ -71,7 +71,7 @@ class Written:
 
 
 class Recorder:
-    """Around a trace: ``with recorder: export(...)``.
+    """The record of a trace's reads and writes outside of tensors: ``with recorder: export(...)``.
 
     Args:
         root: what is traced.
@@ -160,7 +160,7 @@ class Recorder:
                 if before is not _ABSENT:
                     attributes[name] = before
 
-    # -- what is heard
+    # -- records of reads and writes
 
     def _saw(self, owner: object, name: str, value: object) -> None:
         owner = behind(owner)
@@ -280,7 +280,7 @@ class Recorder:
             if key in self.first and self.raw[key] is None:
                 self.set_on_none[key] = owner, name
 
-    def _forward_begins(self, *call: object) -> None:
+    def _forward_begins(self, *_: object) -> None:
         self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
         _set_in_forward(True)
 
@@ -288,7 +288,7 @@ class Recorder:
         """Return the trace's buffers at the beginning of forward."""
         return [buffer for _, _, buffers in self.traced for buffer in buffers.values()]
 
-    def _forward_ends(self, module: torch.nn.Module, args: PyTree, output: PyTree) -> Any:
+    def _forward_ends(self, module: torch.nn.Module, _args: PyTree, output: PyTree) -> Any:
         """Look, while the trace still runs, for tensors that were put into containers.
 
         Returns:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.python.containers import plain_tensors, refill, shallow_copy
 from autopar.capture.python.frozen_values import is_plain, items_in
-from autopar.torch_private import DisableTorchFunction, TorchDispatchMode, pytree
+from autopar.torch_private import DisableTorchFunction, OpOverload, TorchDispatchMode, pytree
 from autopar.words.trees import PyTree
 
 _SEED = 20240229
@@ -39,7 +39,7 @@ class Draws(TorchDispatchMode):
         self.dropouts: Counter[tuple[int, ...]] = Counter()
         self.others: Counter[tuple[int, ...]] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if torch.Tag.nondeterministic_seeded in func.tags:
             if func in _DROPOUTS:
                 self.dropouts[tuple(args[0].shape)] += 1
@@ -52,7 +52,7 @@ class Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _drawn(func: Any, args: PyTree, kwargs: PyTree) -> Any:
+def _drawn(func: OpOverload, args: PyTree, kwargs: PyTree) -> PyTree:
     """Return what a random operator gives from one seed, element by element in the order of the shape.
 
     torch draws in the order of memory, and a graph has no ``contiguous()``: a tensor that was transposed on one side of

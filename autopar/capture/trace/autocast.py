@@ -85,7 +85,7 @@ class _Casts:
 
 
 class _Writer:
-    """Writes casts into the graphs of one trace.
+    """The writer of casts into the graphs of one trace.
 
     Args:
         kind: of the device that the model is on.
@@ -136,7 +136,7 @@ class _Writer:
             return
         casts = self._casts(node, values, state)
         if casts.apart:
-            self._write_apart(gm, node, values, state, leaves)
+            self._write_apart(gm, node, values, state)
             return
         if casts.dtype is not None:
             names = [a.name for a in target._schema.arguments]
@@ -217,9 +217,8 @@ class _Writer:
         )
 
     def _write_apart(
-        self, gm: torch.fx.GraphModule, node: torch.fx.Node, values: PyTree, state: State,
-        leaves: Mapping[torch.fx.Node, int],
-    ) -> None:  # fmt: skip
+        self, gm: torch.fx.GraphModule, node: torch.fx.Node, values: PyTree, state: State
+    ) -> None:
         """Put the operators in a call's place that it is put together of, and their casts."""
         target: Any = node.target
         flat_values, spec = pytree.tree_flatten(values)
@@ -307,7 +306,7 @@ class _Seen(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], Mapping[str, Any]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 

@@ -25,6 +25,7 @@ from autopar.rules.function import PLAIN, Callee, ReadTensor, identity_of, on_ze
 from autopar.torch_private import (
     BackwardHookFunction,
     DisableTorchFunction,
+    OpOverload,
     SingleLevelFunction,
     TorchDispatchMode,
     functorch_is_active,
@@ -87,8 +88,8 @@ class _Trial:
     opaque: bool = False
 
 
-class _Watch(TorchDispatchMode):
-    """Sees which tensors of the trace are used, and random numbers drawn."""
+class Watch(TorchDispatchMode):
+    """Mode that notes the tensors of the trace that are used, and draws of random numbers."""
 
     def __init__(self, tracked: Any) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class _Watch(TorchDispatchMode):
         self.read: dict[int, tuple[torch.Tensor, int]] = {}
         self.random = False
 
-    def __torch_dispatch__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         for x in pytree.tree_leaves((args, kwargs)):
             if isinstance(x, torch.Tensor) and id(x) not in self.read and x in self.tracked:
                 self.read[id(x)] = x, x._version
@@ -116,12 +117,12 @@ def _copies(leaves: Sequence[object]) -> list[Any]:
 
 def _try(
     run: Callable[[Sequence[Any]], Any], leaves: Sequence[object], name: str,
-    around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = lambda own: contextlib.nullcontext(),
+    around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = lambda _own: contextlib.nullcontext(),
 ) -> _Trial:  # fmt: skip
     """Run a call and its backward on tensors without values, ``around`` what it is run on."""
     mode = get_proxy_mode()
     assert mode is not None
-    watch = _Watch(mode.tracer.tensor_tracker)
+    watch = Watch(mode.tracer.tensor_tracker)
     random = torch.get_rng_state()
     trial = _Trial()
     try:
@@ -282,4 +283,4 @@ def _record(callee: Callee, leaves: list[Any], read: list[torch.Tensor], trial: 
     return give(trial.result)
 
 
-__all__ = ["AS_REGION", "whole_functions"]
+__all__ = ["AS_REGION", "Watch", "whole_functions"]

@@ -38,7 +38,7 @@ from autopar.capture.trace.recording import Recording, parameters_noted
 from autopar.capture.trace.recurrent_layers import LAYERS, layer_by_layer
 from autopar.capture.trace.seeding import own_generators_refused, own_seeds_refused
 from autopar.capture.trace.tensor_hooks import GRADIENTS_ASKED, gradients_as_in_eager, gradients_asked
-from autopar.capture.trace.trace_progress import told
+from autopar.capture.trace.trace_progress import progress_reported
 from autopar.capture.trace.unread_strings import strings_hidden
 from autopar.capture.trace.value_origins import constant_value
 from autopar.capture.without_values import with_strides
@@ -157,7 +157,7 @@ def _quiet() -> Iterator[None]:
 
 
 PATCHES = (
-    Patch("progress", "whoever waits for a capture is told which module is traced", lambda _: told()),
+    Patch("progress", "whoever waits for a capture is notified of the traced module", lambda _: progress_reported()),
     Patch(
         "no export flag", "libraries take their eager path where torch does not say that it exports",
         lambda _: mock.patch.object(torch.compiler, "is_exporting", lambda: False),

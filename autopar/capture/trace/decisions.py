@@ -120,8 +120,8 @@ class Attempt:
         return not taken or (self.decisions.answers is not None and all(self._always(s) == a for s, a in taken))
 
     def _always(self, site: str) -> bool | None:
-        unheard = self.guesses.get(site, self.with_rows.get(site, site.endswith(OF_ROWS)))
-        given = set(self.answers.given.get(site, ())) or {unheard}
+        assumed = self.guesses.get(site, self.with_rows.get(site, site.endswith(OF_ROWS)))
+        given = set(self.answers.given.get(site, ())) or {assumed}
         return given.pop() if len(given) == 1 else None
 
     def settled(self) -> TraceDecisions:

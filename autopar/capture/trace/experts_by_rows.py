@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-from autopar.capture.trace.patches import Function
 from autopar.rules.experts.experts import expert_product
 
 _MODULE = "transformers.integrations.moe"
@@ -30,10 +29,7 @@ def experts_by_rows() -> Iterator[None]:
         yield
         return
 
-    def chosen(self: object, name: str, default: Function) -> Function:
-        return _by_rows
-
-    with mock.patch.object(interface, "get_interface", chosen):
+    with mock.patch.object(interface, "get_interface", lambda *_args, **_kwargs: _by_rows):
         yield
 
 

@@ -56,7 +56,7 @@ def unstacked(tracer: Any) -> Iterator[None]:
 
 
 class _CapturedCalls:
-    """Gives what ``CapturedTraceback.extract().summary()`` does; a line is described once, not for each node."""
+    """A ``CapturedTraceback`` that describes a line once, not for each node."""
 
     def __init__(self) -> None:
         self._described: dict[tuple[int, int], tuple[CodeType, traceback.FrameSummary]] = {}

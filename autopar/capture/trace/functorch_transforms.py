@@ -8,13 +8,13 @@ these are called where the transform stands.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
+from autopar.capture.trace.patches import Function
 from autopar.torch_private import (
     JVP_CALL,
     functorch_apis,
@@ -33,20 +33,21 @@ def transforms_written_out() -> Iterator[None]:
     grad_and_value, forward = functorch_transforms.grad_and_value_impl, JVP_CALL.get()
 
     def written_out_map(
-        func: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: int | None, *args: PyTree, **kwargs: PyTree
-    ) -> Any:
-        def call(args: PyTree, kwargs: PyTree) -> Any:
+        func: Function, in_dims: PyTree, out_dims: PyTree, randomness: str, chunk_size: int | None, *args: PyTree,
+        **kwargs: PyTree,
+    ) -> PyTree:
+        def call(args: PyTree, kwargs: PyTree) -> PyTree:
             return mapped(func, in_dims, out_dims, randomness, chunk_size, *args, **kwargs)
 
         return _written_out(call, args, kwargs)
 
-    def written_out_grad(func: Any, argnums: Any, has_aux: bool, args: PyTree, kwargs: PyTree) -> Any:
+    def written_out_grad(func: Function, argnums: PyTree, has_aux: bool, args: PyTree, kwargs: PyTree) -> PyTree:
         return _written_out(lambda args, kwargs: grad(func, argnums, has_aux, args, kwargs), args, kwargs)
 
-    def written_out_both(func: Any, argnums: Any, has_aux: bool, args: PyTree, kwargs: PyTree) -> Any:
+    def written_out_both(func: Function, argnums: PyTree, has_aux: bool, args: PyTree, kwargs: PyTree) -> PyTree:
         return _written_out(lambda args, kwargs: grad_and_value(func, argnums, has_aux, args, kwargs), args, kwargs)
 
-    def written_out_forward(func: object, primals: object, tangents: object, *args: PyTree, **kwargs: PyTree) -> Any:
+    def written_out_forward(func: object, primals: object, tangents: object, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return _written_out(lambda given, _: forward(func, *given, *args, **kwargs), (primals, tangents), {})
 
     with contextlib.ExitStack() as stack:
@@ -59,14 +60,14 @@ def transforms_written_out() -> Iterator[None]:
         yield
 
 
-def _written_out(call: Callable[[Any, Any], Any], args: PyTree, kwargs: PyTree) -> Any:
+def _written_out(call: Function, args: PyTree, kwargs: PyTree) -> PyTree:
     """Run ``call(args, kwargs)`` by the operators that it makes; inside of another transform, as it is."""
     if functorch_is_active():
         return call(args, kwargs)
     given, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     places = [i for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)]
 
-    def of_tensors(*tensors: torch.Tensor) -> Any:
+    def of_tensors(*tensors: torch.Tensor) -> PyTree:
         leaves = list(given)
         for i, tensor in zip(places, tensors, strict=True):
             leaves[i] = tensor

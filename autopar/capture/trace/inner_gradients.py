@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
     disable_proxy_modes_tracing,
@@ -90,7 +91,7 @@ def _kept_values_known() -> Iterator[None]:
     kept = _Kept(mode)
     trace = ProxyTorchDispatchMode.__torch_dispatch__
 
-    def traced(self: Any, func: Any, types: Any, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+    def traced(self: Any, func: OpOverload, types: Any, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if self is not mode:
             return trace(self, func, types, args, kwargs)
 
@@ -109,7 +110,7 @@ def _kept_values_known() -> Iterator[None]:
         yield
 
 
-def _plain(func: Any) -> Function | None:
+def _plain(func: OpOverload) -> Function | None:
     """Return a backward operator of torch in operators that autograd can differentiate; None if there is none."""
     name = getattr(func, "_opname", "")
     if not (name.endswith(("_backward", "_backward_data"))):
@@ -120,7 +121,8 @@ def _plain(func: Any) -> Function | None:
 
 
 def _of_convolution(
-    grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Any, padding: Any, dilation: Any,
+    transposed: bool,
     output_padding: Any, groups: int, wanted: Sequence[bool],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Return the gradients of a convolution as convolutions, for its input, weight and bias."""
@@ -158,7 +160,7 @@ class _Kept:
         self.nodes: dict[int, list[torch.fx.Node]] = {}
         self.last: torch.fx.Node | None = None
 
-    def find(self, value: torch.Tensor, func: Any, run: Function) -> None:
+    def find(self, value: torch.Tensor, func: OpOverload, run: Function) -> None:
         """Make the tracer know a value."""
         tracker = self.mode.tracer.tensor_tracker
         with disable_proxy_modes_tracing():
@@ -219,7 +221,7 @@ def _as_view(base: torch.Tensor, value: torch.Tensor) -> Callable[[Any, Function
         return None
     back = [order.index(d) for d in range(value.dim())]
 
-    def view(tensor: Any, run: Function) -> Any:
+    def view(tensor: torch.Tensor, run: Function) -> Any:
         if list(tensor.shape) != sizes:
             tensor = run(torch.ops.aten.reshape.default, tensor, sizes)
         if back != [*range(len(back))]:
@@ -249,13 +251,18 @@ def _normed(x: Any, dims: Sequence[int], eps: float) -> Any:
     return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
-def _layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+def _layer_norm(
+    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+    *_: Any,
+) -> Any:  # fmt: skip
     y = _normed(x, [*range(-len(normalized_shape), 0)], eps)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
-def _group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+def _group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *_: Any,
+) -> Any:  # fmt: skip
     y = _normed(x.reshape(x.shape[0], num_groups, -1), [-1], eps).reshape(x.shape)
     of_channels = (x.shape[1], *[1] * (x.dim() - 2))
     y = y if weight is None else y * weight.view(of_channels)
@@ -263,7 +270,8 @@ def _group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, e
 
 
 def _batch_norm(
-    x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
+    x: Tensor, running_mean: Tensor, running_var: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+    training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     dims, of_channels = [0, *range(2, x.dim())], (x.shape[1], *[1] * (x.dim() - 2))
@@ -283,7 +291,8 @@ def _batch_norm(
 
 
 def _instance_norm(
-    x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+    x: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     if running_mean is not None or running_var is not None or not use_input_stats:
@@ -294,21 +303,22 @@ def _instance_norm(
     return y if bias is None else y + bias.view(of_channels)
 
 
-def _rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
     dims = [*range(-len(normalized_shape), 0)]
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     y = x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
     return y if weight is None else y * weight
 
 
-def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if inplace or not training or not 0 < p < 1:
         return NotImplemented
     return x * torch.dropout(torch.ones_like(x), p, True)
 
 
 def _cross_entropy(
-    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
     if (size_average, reduce) != (None, None):
@@ -334,7 +344,8 @@ def _cross_entropy(
 
 
 def _attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    query: Tensor, key: Tensor, value: Any, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     if dropout_p:
@@ -350,14 +361,14 @@ def _attention(
     return scores.softmax(-1) @ value
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if input.is_contiguous() or input.dim() < 3:
         return NotImplemented
     return F.linear(input.contiguous(), weight, bias)
 
 
 def _matmul(input: object, other: object) -> Any:
-    if not (isinstance(input, torch.Tensor) and isinstance(other, torch.Tensor)):
+    if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
         return NotImplemented
     if min(input.dim(), other.dim()) < 2 or (input.is_contiguous() and other.is_contiguous()):
         return NotImplemented

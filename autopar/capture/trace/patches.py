@@ -155,7 +155,7 @@ def builtin_replaced(
 ) -> Iterator[None]:
     """Give the files of a module's parts another builtin function; those that have one of that name keep it.
 
-    ``where``: which files, told by their globals.
+    ``where``: which files, by their globals.
     """
     files = {cls.__module__ for part in module.modules() for cls in type(part).__mro__}
     users = [vars(sys.modules[f]) for f in files if f.partition(".")[0] not in _LIBRARIES and f in sys.modules]

@@ -224,7 +224,7 @@ def _places_of_inputs(mask: torch.Tensor) -> torch.Tensor | None:
     """
     of_integers, listed = _of_inputs(mask, of_integers=True), None
     if of_integers or _of_inputs(mask):
-        listed = take_list(mask, PLACES, (lambda answer: True) if of_integers else _leaves_nothing_out)
+        listed = take_list(mask, PLACES, (lambda _answer: True) if of_integers else _leaves_nothing_out)
     if listed is None:
         return None
     return torch.tensor(_set_in(listed), dtype=torch.int64, device=mask.device).reshape(-1, mask.dim())
@@ -306,7 +306,7 @@ def _joined(index: PyTree) -> Any:
     return tuple(map(joined, index)) if isinstance(index, tuple) else index
 
 
-def _places(index: PyTree, of_inputs: Callable[[torch.Tensor], torch.Tensor | None] = lambda mask: None) -> Any:
+def _places(index: PyTree, of_inputs: Callable[[torch.Tensor], torch.Tensor | None] = lambda _mask: None) -> Any:
     """Return an index in which masks that are known, or that ``of_inputs`` knows, are the places that they have set."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(mask, FakeTensor) for mask in masks_in(index)):

@@ -37,7 +37,7 @@ _OF_ANY_SIZE = ("random", "random_sample", "sample", "ranf")
 """Numpy's names for one function, whose argument is a size."""
 
 
-def _told(drawn: torch.Tensor) -> Any:
+def _drawn_and_noted(drawn: torch.Tensor) -> Any:
     """Return a number that torch has drawn, or in a trace its stand-in, and note it."""
     recording = now()
     if recording is not None:
@@ -51,7 +51,7 @@ def _told(drawn: torch.Tensor) -> Any:
 def _number(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
     if size is not None or not all(isinstance(x, (int, float)) for x in (low, high)):
         return None
-    drawn = _told(torch.rand((), dtype=torch.float64, device="cpu"))
+    drawn = _drawn_and_noted(torch.rand((), dtype=torch.float64, device="cpu"))
     return drawn if (low, high) == (0.0, 1.0) else low + (high - low) * drawn
 
 
@@ -59,7 +59,7 @@ def _integer(low: Any, high: Any = None, *more: Any, **kwargs: PyTree) -> Any:
     if more or kwargs or not all(isinstance(x, int) for x in (low, high) if x is not None):
         return None
     begin, end = (0, low) if high is None else (low, high)
-    return _told(torch.randint(begin, end, (), device="cpu"))
+    return _drawn_and_noted(torch.randint(begin, end, (), device="cpu"))
 
 
 def _drawing() -> list[tuple[Any, Function]]:
@@ -80,7 +80,7 @@ def _drawing() -> list[tuple[Any, Function]]:
 
 
 class _Generator:
-    """Stands for a generator that a forward makes, while its model is traced."""
+    """A stand-in for a generator that a forward makes, while its model is traced."""
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):

@@ -61,7 +61,7 @@ class Recording:
 
     module: torch.nn.Module
     attempt: Attempt
-    answer: Answer = lambda number, site: False
+    answer: Answer = lambda _number, _site: False
     asked: int = 0
     questions: Counter[str] = field(default_factory=Counter)
     in_forward: bool = False
@@ -175,16 +175,16 @@ def _function(xs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
 
 
 torch.library.register_fake("autopar::function", _function, lib=_LIBRARY)
-torch.library.register_fake("autopar::hook", lambda x, number: torch.empty_like(x), lib=_LIBRARY)
+torch.library.register_fake("autopar::hook", lambda x, _number: torch.empty_like(x), lib=_LIBRARY)
 torch.library.impl("autopar::data", "CompositeImplicitAutograd", lambda x: x.detach(), lib=_LIBRARY)
-torch.library.register_fake("autopar::assign", lambda x, value: None, lib=_LIBRARY)
+torch.library.register_fake("autopar::assign", lambda *_: None, lib=_LIBRARY)
 torch.fx.node.has_side_effect(torch.ops.autopar.assign.default)
 for _name in ("begin", "end"):
-    torch.library.register_fake(f"autopar::{_name}", lambda number: None, lib=_LIBRARY)
+    torch.library.register_fake(f"autopar::{_name}", lambda *_: None, lib=_LIBRARY)
     torch.fx.node.has_side_effect(getattr(torch.ops.autopar, _name).default)
 # outputs require grad where inputs do, as the model's code may ask; nobody runs this backward
-torch.library.register_autograd("autopar::function", lambda ctx, *grads: (None, None), lib=_LIBRARY)
-torch.library.register_autograd("autopar::hook", lambda ctx, grad: (grad, None), lib=_LIBRARY)
+torch.library.register_autograd("autopar::function", lambda _ctx, *_grads: (None, None), lib=_LIBRARY)
+torch.library.register_autograd("autopar::hook", lambda _ctx, grad: (grad, None), lib=_LIBRARY)
 
 
 __all__ = [

@@ -25,7 +25,7 @@ from autopar.words.trees import PyTree
 
 
 class _Hooked(torch.autograd.Function):
-    """Its input; ``hook`` gets the gradient and may return another."""
+    """The identity, whose ``hook`` gets the gradient and may return another."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> torch.Tensor:

@@ -12,10 +12,10 @@ from autopar.torch_private import ModuleStackTracer
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def progress_reported() -> Iterator[None]:
     """Tell the path of each module that is called, around a trace.
 
-    Whether somebody listens, and how long ago something was told, changes nothing of the trace.
+    Whether somebody listens, and how long ago something was reported, changes nothing of the trace.
     """
     call_module = ModuleStackTracer.call_module
     if not is_heard():
@@ -41,4 +41,4 @@ def _path(tracer: Any, module: Any) -> str:
     return str(path).removeprefix("_export_root").removeprefix(".")
 
 
-__all__ = ["told"]
+__all__ = ["progress_reported"]

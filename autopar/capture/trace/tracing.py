@@ -143,9 +143,9 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     kind = type(error).__name__
     text = str(error).strip().splitlines()
     first = next((t.strip() for t in text if t.strip()), kind)
-    said = str(error).lower()
-    of_a_size = isinstance(error, AssertionError) and ("sym_" in said or "fx.proxy.proxy" in said)  # in torch's checks
-    if "DataDependent" in kind or "data-dependent" in said or "data dependent" in said or of_a_size:
+    message = str(error).lower()
+    of_a_size = isinstance(error, AssertionError) and ("sym_" in message or "fx.proxy.proxy" in message)
+    if "DataDependent" in kind or "data-dependent" in message or "data dependent" in message or of_a_size:
         what = "its Python code branches on the value of a tensor, or a shape depends on one"
         do = _instead_of_reading(line)
         where += in_torch
@@ -188,8 +188,8 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
 
 def run_failed(error: Exception, module: torch.nn.Module) -> CaptureError:
     """Return the error to raise where the model itself fails on the example."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    what = f"running it on the example inputs failed: {type(error).__name__}: {said}"
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    what = f"running it on the example inputs failed: {type(error).__name__}: {message}"
     return CaptureError(_message(module, what, _place_of(error).where, "check that model(*example_inputs) runs"))
 
 

@@ -41,7 +41,7 @@ class Trial:
 
 
 class _Hidden:
-    """Stands for a string; all that it says is that it is one."""
+    """A stand-in for a string, which only says that it is one."""
 
     __slots__ = ("text", "trial")
 

@@ -19,7 +19,7 @@ TOOK_PART = "autopar.took_part.default"
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("took_part(Tensor taken, Tensor[] parameters, int[] element) -> ()")
-torch.library.register_fake("autopar::took_part", lambda taken, parameters, element: None, lib=_LIBRARY)
+torch.library.register_fake("autopar::took_part", lambda *_: None, lib=_LIBRARY)
 torch.fx.node.has_side_effect(torch.ops.autopar.took_part.default)
 
 
