@@ -147,7 +147,7 @@ def test_parallel_modules_inside() -> None:
     inner = autopar.parallelize(nn.Linear(4, 4), 1, X)
     with pytest.raises(autopar.CaptureError, match="its module 'body' is a parallel module already"):
         autopar.parallelize(nn.Sequential(torch.nn.modules.container.OrderedDict(body=inner)), 1, X)
-    with pytest.raises(autopar.CaptureError, match="the model is a ParallelModule already"):
+    with pytest.raises(autopar.CaptureError, match="the model is a parallel module already"):
         autopar.plan(inner, "local-x2", X)
 
 
