@@ -32,6 +32,8 @@ def copied(run: R, memo: dict[int, Any], build: Build[R]) -> R:
     """Return a copy of a run and of its module, with the program that runs now, and the calls and modes that it takes.
 
     Args:
+        run: is copied.
+        memo: copies by the ids of what they are of.
         build: makes a run like ``run`` of a model with given whole values by name.
     """
     with run.user.as_written() as model:

@@ -103,8 +103,7 @@ def _check_leaves(shown: str, leaves: Collection[Any], of_the_model: Collection[
 
 
 def _leads_to(tensor: torch.Tensor, leaves: Collection[int]) -> bool:
-    """Return whether a gradient of a tensor would come to one of these leaves; that of what a call has left does
-    not."""
+    """Return whether a gradient of a tensor would come to one of these leaves."""
     to_do, seen = [tensor.grad_fn], set[Any]()
     while to_do:
         node = to_do.pop()

@@ -116,7 +116,9 @@ class UserModule:
         """Give the module and its submodules derived classes, and free the old parameters.
 
         Args:
-            whole, part: what the classes of the module and of its submodules have in addition to their own.
+            run: is to be reached from the module.
+            whole: what the class of the module has in addition to its own.
+            part: what those of its submodules have.
         """
         for each in self.modules:
             each.derived = derived(each.kind, *(part if each.path else whole))
@@ -243,6 +245,8 @@ def derived(kind: type, base: type, names_for: Callable[[type], dict[str, Any]])
     """Return a class of both, with the name and documentation of ``kind``.
 
     Args:
+        kind: the user's class.
+        base: a class that adds to it.
         names_for: gives what it has in addition.
 
     Raises:

@@ -26,7 +26,7 @@ _Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
 def ready_runs(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to_do: str | None = None
 ) -> list[Ready]:  # fmt: skip
-    """The runs of a batch, with their programs in place, before the first of them begins.
+    """Return the runs of a batch, with their programs in place, before the first of them begins.
 
     Args:
         to_do: what the loss is for; None where there need be none.
@@ -64,7 +64,7 @@ def ready_runs(
 
 
 def _runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
-    """The runs of a batch."""
+    """Return the runs of a batch."""
     captured, planned = module.planned
     ranks = module.rows.ranks if module.rows is not None else 1
     if module.local_batch is not None or (
@@ -75,7 +75,7 @@ def _runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ru
 
 
 def _microbatches(module: Any, run: Run) -> _Batches:
-    """The whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
+    """Return the whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
     called with. From now on the stages run the program of these shapes."""
     args, kwargs = run.call.args, run.call.kwargs
     if module.programs is not None:  # the ranks agree on a change

@@ -296,7 +296,7 @@ class Programs:
 
     @staticmethod
     def _change(pm: Any, changes: list[Change], call: ModuleCall, fits: bool) -> str:
-        """What has changed since the program that runs now, for a message."""
+        """Return what has changed since the program that runs now, for a message."""
         if changes:
             return refusal(changes)
         if fits and (modes := difference(pm.trained, pm.modes.training)):
@@ -366,7 +366,7 @@ def _is_small(pm: ParallelRun) -> bool:
 
 
 def _captured(example: Example, source: torch.nn.Module) -> Captured:
-    """A call, captured; of one microbatch with numbers that may follow from how many rows there are, another, too."""
+    """Return a call, captured; of one microbatch with numbers that may follow from how many rows there are, another, too."""
     if example.in_parts is None or not example.in_parts.found.open_literals:
         return example.capture(source)
 
@@ -380,7 +380,7 @@ def _captured(example: Example, source: torch.nn.Module) -> Captured:
 
 
 def _unmarked(text: str) -> str:
-    """A text that may stand in what ranks tell each other."""
+    """Return a text that may stand in what ranks tell each other."""
     return text.replace("|", " ").replace(";", " ")
 
 
