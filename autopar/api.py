@@ -511,7 +511,7 @@ def parallelize(
 
 
 def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> PlanRequest:
-    """Return the wishes among the arguments of :func:`parallelize`; a DeviceMesh says the mesh, and maybe the stages."""
+    """Return the plan options among the arguments of :func:`parallelize`; a DeviceMesh says mesh, and maybe stages."""
     wanted = {**given, "mesh": None, "optimizer": arguments.check_optimizer(given["optimizer"])}
     if device_mesh is not None:
         wanted["mesh"] = all_ranks.axes_of(device_mesh)

@@ -126,8 +126,9 @@ def records_of(group: Any, model: torch.nn.Module, mesh: Where) -> list[RankReco
 def hardware_when_asked(
     plan: Plan, device_type: str, mesh: Where, cluster: str | Path | Cluster | None, records: Sequence[RankRecord] = ()
 ) -> Callable[[], Cluster]:
-    """Return what gives the hardware for which a plan was made, or that on which it runs; most runs never ask, and large clusters
-    take long to describe.
+    """Return what gives the hardware for which a plan was made, or that on which it runs.
+
+    Most runs never ask, and large clusters take long to describe.
 
     Args:
         device_type, mesh, cluster, records: as for :func:`hardware_of`.

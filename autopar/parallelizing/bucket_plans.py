@@ -91,7 +91,7 @@ def plan_buckets(
 
     @cache
     def like(size: Size, owner: Size) -> StagePlan | None:
-        """Return a bucket's steps with every operator cut as in the plan of another; None where that cannot be, or not fit."""
+        """Return a bucket's steps with every operator cut as in the plan of another; None where that does not fit."""
         if size == owner:
             return alone[owner]
         again = priced_again(graphs[size], cluster, mesh, request, [alone[owner]])
@@ -149,7 +149,8 @@ def on_best_mesh(
         InfeasibleError: there is none.
     """
     options = options_of(request)
-    shapes = [request.pins.mesh] if request.pins.mesh is not None else mesh_shapes(n, request.max_axes, options.named_axes)
+    asked = request.pins.mesh
+    shapes = [asked] if asked is not None else mesh_shapes(n, request.max_axes, options.named_axes)
     best: BucketPlans | None = None
     infeasible: InfeasibleError | None = None
     for mesh in shapes:
@@ -222,8 +223,10 @@ def relayout_seconds(graph: Graph, src: Layout, dst: Layout, prices: Pricer, opt
 
 
 def steps_between(src: State, dst: State) -> list[tuple[int, State, State]]:
-    """Return the changes of single axes that bring a stored tensor from one state to another, by way of the whole tensor where
-    there is no other."""
+    """Return the changes of single axes that bring a stored tensor from one state to another.
+
+    They lead through the whole tensor where there is no other way.
+    """
     whole = State(INVARIANT for _ in src)
     src, dst = (State(p if p.is_shard else INVARIANT for p in state) for state in (src, dst))
     steps = path(src, dst)

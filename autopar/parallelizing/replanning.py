@@ -46,7 +46,7 @@ from hardware_profiles import Cluster
 def planner_of(
     plan: Plan, cluster: Callable[[], Cluster], group: Any, prepared: Mapping[str, StagePlan] | None = None
 ) -> Replan:
-    """Return what makes plans on the mesh of ``plan`` with the wishes that it remembers; rank 0 plans, all ranks call it.
+    """Return what makes plans on the mesh of ``plan``, with its options; rank 0 plans, all ranks call it.
 
     Args:
         cluster: gives the hardware that plans are for; called when one is made.

@@ -1,8 +1,8 @@
 """What a forward leaves in attributes of its modules, left by calls of the program.
 
-Captures find it (:mod:`~autopar.capture.python.attribute_outputs`). An attribute holds it from one call to the next one that sets it. A pipeline has no outputs of a training step, and a
-padded batch has other numbers in the middle of the model than the batch, so there, and where an attribute holds more
-than numbers, to read it is an error.
+Captures find it (:mod:`~autopar.capture.python.attribute_outputs`). An attribute holds it from one call to the next one
+that sets it. A pipeline has no outputs of a training step, and a padded batch has other numbers in the middle of the
+model than the batch, so there, and where an attribute holds more than numbers, to read it is an error.
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ def _once(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], call
     return result
 
 
-def _streamed(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], generator: Iterator[Any]) -> Iterator[Any]:
+def _streamed(
+    run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], generator: Iterator[Any]
+) -> Iterator[Any]:  # fmt: skip
     """Yield what a method yields, with the values that were gathered when it was called."""
     while (value := _once(run, shown, values, lambda: next(generator, _END))) is not _END:
         yield value

@@ -150,8 +150,9 @@ def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int |
 
 
 def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Forward and backward of all parts of a step; the parameters have their gradients then, or, where it breaks, those
-    that they had.
+    """Run forward and backward of all parts of a step.
+
+    The parameters have their gradients then, or, where it breaks, those that they had.
 
     Args:
         scale: by which the gradients are multiplied.
@@ -247,7 +248,7 @@ def backwards(
     ahead: Sequence[Mapping[str, torch.Tensor]], scale: torch.Tensor | None = None,
     places: Sequence[PlaceInBatch] = (),
 ) -> torch.Tensor:  # fmt: skip
-    """Forward and backward of every microbatch; the parameters have their gradients then.
+    """Run forward and backward of every microbatch; the parameters have their gradients then.
 
     Args:
         pm: the module; it runs the program of these calls.

@@ -28,7 +28,7 @@ _STATES = {
 
 
 def name_of(optimizer: torch.optim.Optimizer | str) -> str:
-    """Return the name by which the planner knows the memory of an optimizer; of classes that it does not know, AdamW's."""
+    """Return the name by which the planner knows the memory of an optimizer; of unknown classes AdamW's."""
     if isinstance(optimizer, str):
         return optimizer
     count = _STATES.get(type(optimizer).__name__, 2)
@@ -50,8 +50,10 @@ class Move:
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | Mapping[str, torch.Tensor]
     ) -> None:
-        """
+        """Find the model's parameters in the optimizer's groups.
+
         Args:
+            optimizer: was made before the model was spread.
             model: or its parameters by name.
         """
         self.optimizer = optimizer

@@ -162,7 +162,7 @@ class PipelineRun(ParallelRun):
         return dist.group.WORLD, 0
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """Return the whole value of a buffer, on all ranks, which call it together: that of the first stage that reads it."""
+        """Return the whole value of a buffer, that of the first stage that reads it; all ranks call it together."""
         node = self.captured.graph.nodes[self.captured.graph.index[name]]
         number = next(
             (p.number for p in self.parts if any(n.target == name for _, n in p.graph.of_kind("buffer"))), 0
@@ -326,8 +326,10 @@ class PipelineRun(ParallelRun):
         return scaled(self.parameters(), squared.sqrt(), max_norm)
 
     def whole_values(self) -> dict[str, torch.Tensor]:
-        """Return all parameters and buffers, whole, on this rank's device; those that several stages hold under
-        several names are one tensor as in the model."""
+        """Return all parameters and buffers, whole, on this rank's device, where all ranks call it.
+
+        Those that several stages hold under several names are one tensor as in the model.
+        """
         state, same = of_all_groups(self, all_ranks=True), dict[int, torch.Tensor]()
         named = [*self.user.params.items(), *self.user.buffers.items()]
         for name, tensor in named:

@@ -91,8 +91,7 @@ def work_of(pm: Any, microbatches: int) -> Work:
 
 
 def take(pm: Any, new: Captured, count: int, replan: ReplanStages | None, all_well: AllWell) -> None:
-    """Have the stages run ``new``: under the plans that they have, if it differs in nothing but literals, else under
-    others.
+    """Have the stages run ``new``: under other plans, if it differs in more than literals.
 
     Args:
         count: microbatches of the step that follows.

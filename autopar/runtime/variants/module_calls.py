@@ -44,8 +44,9 @@ class ModuleCall:
     of_several: bool = False
 
     def of(self, example: Example, rows: int) -> tuple[Batch, Any]:
-        """Return the call that a program for this one is captured from, and its loss function, unless the call leaves out the
-        targets that it takes.
+        """Return the call that a program for this one is captured from, and its loss function.
+
+        A call that leaves out the targets that the loss function takes has none.
 
         Args:
             example: how the model was called at first.

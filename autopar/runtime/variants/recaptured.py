@@ -141,8 +141,10 @@ def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
 
 
 def move_to_layout_of(pm: ParallelRun, plan: StagePlan) -> None:
-    """Store parameters as ``plan`` does, where buckets have layouts of their own; a backward of an earlier forward is
-    refused then."""
+    """Store parameters as ``plan`` does, where buckets have layouts of their own.
+
+    A backward of an earlier forward is refused then.
+    """
     if pm.layouts_change and relaid(dict(pm.named_parameters(remove_duplicate=False)), plan.params):
         pm.layout += 1
 
