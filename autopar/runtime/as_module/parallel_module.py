@@ -133,7 +133,8 @@ class ParallelModule(Derived):
         """Compile the program with ``torch.compile(program, *args, **kwargs)``, as ``nn.Module.compile`` does.
 
         In a pipeline these are the programs of this rank's stages. A program is one graph, forward and backward, with
-        functional collectives (:mod:`autopar.lower.compilable`). Gathers of parameters once a step, reductions of their gradients and messages between stages stay outside.
+        functional collectives (:mod:`autopar.lower.compilable`). Gathers of parameters once a step, reductions of
+        their gradients and messages between stages stay outside.
         Programs that are captured later, for other calls or values, are compiled like the first one. A
         ``torch.compile(pm)`` that is called does the same with its options, as one of a function that calls ``pm``.
 

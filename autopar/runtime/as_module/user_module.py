@@ -131,9 +131,18 @@ class UserModule:
         for each in self.modules:
             object.__setattr__(each.module, "__class__", each.derived)
             each.module.__dict__[PLACE] = run if not each.path else PlaceOfPart(run, each.path, each.kind)
+        self._free_buffers()
         for param in {id(p): p for p in self.params.values()}.values():
             param.grad = None
             self._free(param)
+
+    def _free_buffers(self) -> None:
+        """Keep no buffer of the user's that is stored whole."""
+        for each in self.modules:
+            for key, stored in each.stored["_buffers"].items():
+                if isinstance(stored, torch.Tensor) and not isinstance(stored, DTensor):
+                    self.buffers[f"{each.path}.{key}" if each.path else key] = stored
+                    each.written["_buffers"][key] = stored
 
     def _replace_meta(self, device: torch.device) -> None:
         """Have parameters of a model on the meta device be where the stored ones are, to be given values there."""
@@ -209,6 +218,7 @@ class UserModule:
                 attributes.update({name: stored[name] for name in each.written})
                 attributes[PLACE] = place
                 object.__setattr__(each.module, "__class__", each.derived)
+            self._free_buffers()
             for param in {id(p): p for p in self.params.values()}.values():
                 self._free(param)
 
