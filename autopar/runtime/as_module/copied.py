@@ -7,6 +7,7 @@ optimizer that is copied with the module follow it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ def copied(run: R, memo: dict[int, Any], build: Build[R]) -> R:
         memo: copies by the ids of what they are of.
         build: makes a run like ``run`` of a model with given whole values by name.
     """
-    with run.user.as_written() as model:
+    with run.user.as_written(captures=False) as model:
         twin = without_values(model, memo)
     values: dict[str, torch.Tensor] = {
         **dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))
@@ -59,6 +60,7 @@ def copied(run: R, memo: dict[int, Any], build: Build[R]) -> R:
     new.trained = run.trained
     new.modes.at_first = run.modes.at_first
     parallel(new)
+    new.user.hidden = copy.deepcopy(run.user.hidden)
     if new.modes.training != new.trained and new.runs_in(new.trained):
         new.have_evaluation()
     for kept in ("statistics_anew", "statistics_staying"):

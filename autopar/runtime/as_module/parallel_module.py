@@ -381,6 +381,7 @@ def _names_of_whole(kind: type) -> dict[str, Any]:
     return {
         **{name: method_of(name, getattr(kind, name)) for name in own},
         "forward": _with_signature(ParallelModule.forward, kind),
+        "__call__": torch.nn.Module.__call__,  # which the user's own may not do once more
     }
 
 

@@ -331,7 +331,7 @@ class Programs:
             return everywhere(group, told)
 
         training = pm.captures_in()
-        values = pm.whole_values() if _is_small(pm) else {}
+        values = pm.whole_values() if _is_small(pm) and not (fits and pm.user.on_meta) else {}
         with all_well():
             if self.example is None:
                 raise RunError("there is no example call, so the model cannot be captured again")
