@@ -63,7 +63,7 @@ def capture(
     targets: Sequence[Any] = (),
     precision: str | Precision | None = None,
 ) -> Captured:
-    """What ``model`` computes on ``inputs``, as a graph; see :func:`autopar.capture.capture`.
+    """Return what ``model`` computes on ``inputs``, as a graph; see :func:`autopar.capture.capture`.
 
     Args:
         model: any module; on the meta device nothing is allocated. Its training mode is kept.
@@ -404,7 +404,7 @@ def parallelize(
         fixed = request.microbatches  # of 1 where it is to be chosen
 
         def first(microbatches: int, one: Captured | None = None) -> Any:
-            """The first of so many parts of the batch: ``(args, kwargs, targets)``."""
+            """Return the first of so many parts of the batch: ``(args, kwargs, targets)``."""
             batch_of_step = example_of(model, example_inputs, example_kwargs, targets)
             return first_part(batch_of_step, microbatches, no_rows_in(one) if one is not None else ())
 
@@ -440,7 +440,7 @@ def parallelize(
         together: BucketsTogether | None = None
 
         def in_bucket(size: Size) -> Captured:
-            """A call of a bucket, captured."""
+            """Return a call of a bucket, captured."""
             assert in_buckets is not None
             rows = parts_of_rows
             shown = split_example(example_inputs, example_kwargs, targets)
@@ -511,7 +511,7 @@ def parallelize(
 
 
 def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> PlanRequest:
-    """The wishes among the arguments of :func:`parallelize`; a DeviceMesh says the mesh, and maybe the stages."""
+    """Return the plan options among the arguments of :func:`parallelize`; a DeviceMesh says mesh, and maybe stages."""
     wanted = {**given, "mesh": None, "optimizer": arguments.check_optimizer(given["optimizer"])}
     if device_mesh is not None:
         wanted["mesh"] = all_ranks.axes_of(device_mesh)

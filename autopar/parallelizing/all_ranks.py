@@ -35,7 +35,7 @@ Where = DeviceMesh | str | Cluster | int
 
 
 def on_all(group: Any, make: Callable[[], T]) -> T:
-    """What each rank of ``group`` makes; what fails on one of them is raised on all."""
+    """Return what each rank of ``group`` makes; what fails on one of them is raised on all."""
     error: BaseException | None = None
     results: list[T] = []
     try:
@@ -50,7 +50,7 @@ def on_all(group: Any, make: Callable[[], T]) -> T:
 
 
 def groups_of(mesh: DeviceMesh | None, stages: int | str | None) -> tuple[int | str | None, Mesh | None]:
-    """Number of groups and mesh of each, from a DeviceMesh whose first axis is ``pipe``.
+    """Return number of groups and mesh of each, from a DeviceMesh whose first axis is ``pipe``.
 
     Raises:
         MeshError: there is no such axis, it is not the first, or it contradicts ``stages``.
@@ -72,7 +72,7 @@ def groups_of(mesh: DeviceMesh | None, stages: int | str | None) -> tuple[int | 
 def hardware_of(
     device_type: str, mesh: Where, cluster: str | Path | Cluster | None, records: Sequence[RankRecord] = ()
 ) -> tuple[Cluster, int, str]:
-    """The cluster, the number of ranks, and the name that the plan keeps.
+    """Return the cluster, the number of ranks, and the name that the plan keeps.
 
     Args:
         device_type: of the model (:func:`device_type_of`), where the mesh does not say it.
@@ -109,7 +109,7 @@ def axes_of(mesh: DeviceMesh) -> Mesh:
 
 
 def records_of(group: Any, model: torch.nn.Module, mesh: Where) -> list[RankRecord]:
-    """What all ranks of a mesh are and where, in the mesh's order; every rank of ``group`` calls it.
+    """Return what all ranks of a mesh are and where, in the mesh's order; every rank of ``group`` calls it.
 
     None are gathered on processors, and for a cluster that is named in place of a mesh.
     """
@@ -126,8 +126,9 @@ def records_of(group: Any, model: torch.nn.Module, mesh: Where) -> list[RankReco
 def hardware_when_asked(
     plan: Plan, device_type: str, mesh: Where, cluster: str | Path | Cluster | None, records: Sequence[RankRecord] = ()
 ) -> Callable[[], Cluster]:
-    """Gives the hardware for which a plan was made, or that on which it runs; most runs never ask, and large clusters
-    take long to describe.
+    """Return what gives the hardware for which a plan was made, or that on which it runs.
+
+    Most runs never ask, and large clusters take long to describe.
 
     Args:
         device_type, mesh, cluster, records: as for :func:`hardware_of`.
@@ -165,7 +166,7 @@ def device_type_of(model: torch.nn.Module) -> str:
 def agreed(
     decide: Callable[[], Outcome], captured: Captured, group: Any, part: Callable[[int], Captured] | None = None
 ) -> tuple[Captured, Plan]:
-    """The plan of rank 0 on all ranks of ``group``, and what it is for.
+    """Return the plan of rank 0 on all ranks of ``group``, and what it is for.
 
     Args:
         decide: makes the plan; called on rank 0 alone. The others get it as the text of a plan file.
@@ -200,6 +201,7 @@ def agreed(
 
 
 def check_size(plan: Plan, have: int) -> None:
+    """Refuse a plan for another number of ranks than run."""
     need = plan.n_devices
     if need != have:
         shape = f" ({plan.mesh.shown()})" if len(plan.stages) == 1 else ""
@@ -217,7 +219,7 @@ def spread(
     model: torch.nn.Module, captured: Captured, plan: Plan, group: Any, *, device_mesh: DeviceMesh | None = None,
     init: Init | None = None, random: str = "sharded",
 ) -> MeshRun | PipelineRun:  # fmt: skip
-    """The model on the ranks of ``group``, as the plan says; every rank calls it with the same arguments.
+    """Return the model on the ranks of ``group``, as the plan says; every rank calls it with the same arguments.
 
     Args:
         device_mesh: of a plan of one stage; by default one is made of all ranks.

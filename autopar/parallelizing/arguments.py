@@ -160,7 +160,7 @@ def check_loss(captured: Captured) -> None:
 
 
 def check_optimizer(optimizer: Any) -> str:
-    """The name of an optimizer for the planner.
+    """Return the name of an optimizer for the planner.
 
     Raises:
         AutoparError: it is neither a name nor an optimizer.
@@ -177,7 +177,7 @@ def check_optimizer(optimizer: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, not longer than a line."""
+    """Return a value in a message, not longer than a line."""
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     if isinstance(value, torch.nn.Module):
@@ -265,7 +265,7 @@ def agree(group: Any, error: BaseException | None, given: Mapping[str, Any]) -> 
 
 
 def _described(value: Any) -> str:
-    """A text that is the same where the argument is; a long one by its beginning and a hash."""
+    """Return a text that is the same where the argument is; a long one by its beginning and a hash."""
     text = re.sub(r" at 0x[0-9a-f]+", "", _text(value))
     if len(text) <= 300:
         return text

@@ -70,7 +70,7 @@ class BucketPlans:
 def plan_buckets(
     graphs: Mapping[Size, Graph], trace: Sequence[Size], cluster: Cluster, mesh: Mesh, options: Options | None = None
 ) -> BucketPlans:
-    """The plans of all buckets under which a trace of steps takes least.
+    """Return the plans of all buckets under which a trace of steps takes least.
 
     Args:
         graphs: of a step of each bucket, of one model.
@@ -92,7 +92,7 @@ def plan_buckets(
 
     @cache
     def like(size: Size, owner: Size) -> StagePlan | None:
-        """A bucket's steps with every operator cut as in the plan of another; None where that cannot be, or not fit."""
+        """Return a bucket's steps with every operator cut as in the plan of another; None where that does not fit."""
         if size == owner:
             return alone[owner]
         again = repriced(graphs[size], cluster, mesh, request, [alone[owner]])
@@ -100,7 +100,7 @@ def plan_buckets(
 
     @cache
     def under(size: Size, number: int) -> StagePlan | None:
-        """The best plan of a bucket with a layout that is given; None if none fits."""
+        """Return the best plan of a bucket with a layout that is given; None if none fits."""
         plans = [plan for owner in buckets if _layout(alone[owner]) == layouts[number] and (plan := like(size, owner))]
         if _layout(alone[size]) != layouts[number]:
             needs_grad = {node.target: node.needs_grad for _, node in graphs[size].of_kind("param")}
@@ -150,8 +150,8 @@ def on_best_mesh(
         InfeasibleError: there is none.
     """
     options = options_of(request)
-    mesh = request.pins.mesh
-    shapes = [mesh] if mesh is not None else mesh_shapes(n, request.max_axes, options.named_axes)
+    pinned = request.pins.mesh
+    shapes = [pinned] if pinned is not None else mesh_shapes(n, request.max_axes, options.named_axes)
     best: BucketPlans | None = None
     infeasible: InfeasibleError | None = None
     for mesh in shapes:
@@ -188,7 +188,7 @@ def find(
     captured: Captured, trace: Sequence[Size], capture_of: Callable[[Size], Captured], cluster: Cluster, n: int,
     request: PlanRequest, name: str,
 ) -> BucketsTogether:  # fmt: skip
-    """The plans of the buckets of a model that is called with one of them first.
+    """Return the plans of the buckets of a model that is called with one of them first.
 
     Args:
         captured: of that one.
@@ -211,7 +211,7 @@ def find(
 
 
 def relayout_seconds(graph: Graph, src: Layout, dst: Layout, prices: Pricer, optimizer: str) -> float:
-    """What it takes to move all parameters, and the optimizer's state with them, from one layout to another."""
+    """Return what it takes to move all parameters, and the optimizer's state with them, from one layout to another."""
     seconds = 0.0
     for _, node in graph.of_kind("param"):
         before, after = src.get(node.target), dst.get(node.target)
@@ -224,8 +224,10 @@ def relayout_seconds(graph: Graph, src: Layout, dst: Layout, prices: Pricer, opt
 
 
 def steps_between(src: State, dst: State) -> list[tuple[int, State, State]]:
-    """The changes of single axes that bring a stored tensor from one state to another, by way of the whole tensor where
-    there is no other."""
+    """Return the changes of single axes that bring a stored tensor from one state to another.
+
+    They lead through the whole tensor where there is no other way.
+    """
     whole = State(INVARIANT for _ in src)
     src, dst = (State(p if p.is_shard else INVARIANT for p in state) for state in (src, dst))
     steps = path(src, dst)

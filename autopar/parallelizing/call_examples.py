@@ -17,7 +17,7 @@ from autopar.torch_private import pytree
 def split_inputs(
     inputs: Any, example_kwargs: Mapping[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as ``(args, kwargs)``: a tuple of args, a dict of kwargs, or one tensor.
+    """Return example inputs as ``(args, kwargs)``: a tuple of args, a dict of kwargs, or one tensor.
 
     Args:
         example_kwargs: keyword arguments beside positional ones.

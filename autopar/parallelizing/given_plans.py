@@ -22,7 +22,7 @@ from hardware_profiles import Cluster
 
 
 def policy_of(plan: Plan | str | Path, group: Any) -> Precision | None:
-    """The policy that a plan is for, on all ranks; the first one reads it."""
+    """Return the policy that a plan is for, on all ranks; the first one reads it."""
     text, error = "", None
     try:
         if dist.get_rank(group) == 0:
@@ -34,7 +34,7 @@ def policy_of(plan: Plan | str | Path, group: Any) -> Precision | None:
 
 
 def outcome_of(plan: Plan | str | Path, part: Callable[[int], Captured], cluster: Cluster | None) -> Outcome:
-    """The plan that a caller gives, and one of the microbatches that it is for."""
+    """Return the plan that a caller gives, and one of the microbatches that it is for."""
     if isinstance(plan, Plan):
         return Outcome(plan, part(plan.microbatches))
     document = planfile.open_(plan)

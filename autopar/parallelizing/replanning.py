@@ -46,7 +46,7 @@ from hardware_profiles import Cluster
 def planner_of(
     plan: Plan, cluster: Callable[[], Cluster], group: Any, prepared: Mapping[str, StagePlan] | None = None
 ) -> Replan:
-    """Makes plans on the mesh of ``plan`` with the wishes that it remembers; rank 0 plans, all ranks call it.
+    """Return what makes plans on the mesh of ``plan``, with its options; rank 0 plans, all ranks call it.
 
     Args:
         cluster: gives the hardware that plans are for; called when one is made.
@@ -68,7 +68,7 @@ def planner_of(
 
 
 def stage_planner_of(plan: Plan, graph: Graph, cluster: Callable[[], Cluster], group: Any) -> ReplanStages:
-    """Makes plans in the stages of ``plan``, on the same devices; rank 0 plans, all ranks call it.
+    """Return what makes plans in the stages of ``plan``, on the same devices; rank 0 plans, all ranks call it.
 
     Args:
         graph: that ``plan`` is for.
@@ -85,7 +85,7 @@ def stage_planner_of(plan: Plan, graph: Graph, cluster: Callable[[], Cluster], g
 
 
 def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, cluster: Cluster) -> Plan:
-    """A plan for another graph of a model, in the stages of ``plan``: what they store is stored as it is.
+    """Return a plan for another graph of a model, in the stages of ``plan``: what they store is stored as it is.
 
     Args:
         graph: that ``plan`` is for.
@@ -161,7 +161,7 @@ def starts_in(graph: Graph, plan: Plan, new: Graph) -> tuple[str, ...]:
 
 
 def _first_stage(graph: Graph, node: Node, holders: Mapping[str, set[int]]) -> int:
-    """The first stage that can have an operator: 0, or that which has its parameters."""
+    """Return the first stage that can have an operator: 0, or that which has its parameters."""
     params = [graph.nodes[ref.node].target for ref in node.refs if graph.nodes[ref.node].kind == "param"]
     return max((min(holders[name]) for name in params if name in holders), default=0)
 
@@ -172,7 +172,7 @@ def stored_as(state: State, needs_grad: bool) -> str:
 
 
 def for_graph(plan_options: Options, graph: Graph, stored: Mapping[str, str], mesh: Mesh) -> Options:
-    """The wishes that concern a graph, with every parameter stored as it is.
+    """Return the wishes that concern a graph, with every parameter stored as it is.
 
     What names only operators and parameters that the graph does not have (a branch that is not taken), or factors that
     none of its operators can be cut along (the rows of a batch of one), is left out.
@@ -220,7 +220,7 @@ def _offers(graph: Graph, node: Node, rule: Rule, mesh: Mesh, axis: str, factor:
 
 
 def comparer_of(group: Any) -> Compare:
-    """Compares new captures with the model on the batch of the call, on rank 0.
+    """Return what compares new captures with the model on the batch of the call, on rank 0.
 
     What it makes raises a CaptureError where they differ, or where the model itself fails on the batch. Which way the
     batch takes where the model branches on data is seen in the call itself, with the parameters as they are by then.

@@ -146,9 +146,9 @@ def test_a_frozen_model_may_have_a_loss_without_gradient() -> None:
 
 def test_parallel_modules_inside() -> None:
     inner = autopar.parallelize(nn.Linear(4, 4), 1, X)
-    with pytest.raises(autopar.CaptureError, match="its module 'body' is a ParallelModule already"):
+    with pytest.raises(autopar.CaptureError, match="its module 'body' is a parallel module already"):
         autopar.parallelize(nn.Sequential(torch.nn.modules.container.OrderedDict(body=inner)), 1, X)
-    with pytest.raises(autopar.CaptureError, match="the model is a ParallelModule already"):
+    with pytest.raises(autopar.CaptureError, match="the model is a parallel module already"):
         autopar.plan(inner, "local-x2", X)
 
 

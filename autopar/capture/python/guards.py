@@ -302,7 +302,10 @@ def _holds_other(value: object) -> bool:
 
 def _fetch(owner: Any, read: ReadValue) -> Any:
     try:
-        return owner[read.name] if read.kind == "global" else getattr(owner, read.name)
+        if read.kind == "global":
+            return owner[read.name]
+        own = getattr(owner, "__dict__", {})  # a parallel module may show another value than forward reads
+        return own[read.name] if read.name in own else getattr(owner, read.name)
     except (AttributeError, KeyError, ValueError):
         return _MISSING
 

@@ -7,6 +7,7 @@ optimizer that is copied with the module follow it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,9 +33,11 @@ def copied(run: R, memo: dict[int, Any], build: Build[R]) -> R:
     """Return a copy of a run and of its module, with the program that runs now, and the calls and modes that it takes.
 
     Args:
+        run: is copied.
+        memo: copies by the ids of what they are of.
         build: makes a run like ``run`` of a model with given whole values by name.
     """
-    with run.user.as_written() as model:
+    with run.user.as_written(captures=False) as model:
         twin = without_values(model, memo)
     values: dict[str, torch.Tensor] = {
         **dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))
@@ -57,6 +60,7 @@ def copied(run: R, memo: dict[int, Any], build: Build[R]) -> R:
     new.trained = run.trained
     new.modes.at_first = run.modes.at_first
     parallel(new)
+    new.user.hidden = copy.deepcopy(run.user.hidden)
     if new.modes.training != new.trained and new.runs_in(new.trained):
         new.have_evaluation()
     for kept in ("statistics_anew", "statistics_staying"):

@@ -1,9 +1,8 @@
-"""What a forward leaves in attributes of its modules (:mod:`~autopar.capture.python.attribute_outputs`), left by calls
-of the program.
+"""What a forward leaves in attributes of its modules, left by calls of the program.
 
-An attribute holds it from one call to the next one that sets it. A pipeline has no outputs of a training step, and a
-padded batch has other numbers in the middle of the model than the batch, so there, and where an attribute holds more
-than numbers, to read it is an error.
+Captures find it (:mod:`~autopar.capture.python.attribute_outputs`). An attribute holds it from one call to the next one
+that sets it. A pipeline has no outputs of a training step, and a padded batch has other numbers in the middle of the
+model than the batch, so there, and where an attribute holds more than numbers, to read it is an error.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ def leave(run: ParallelRun, values: Sequence[Any], of_step: bool) -> None:
     """Set the attributes after a call.
 
     Args:
+        run: has run the call.
         values: the program's outputs behind the model's own, whole.
         of_step: it is a microbatch of a step, whose backward is done by the step.
     """
@@ -85,7 +85,9 @@ def refuse_left(captured: Captured, path: str, name: str) -> None:
     """Refuse to read an attribute that the model's forward sets and the program does not.
 
     Args:
+        captured: has what forward sets.
         path: of the module that is asked for it.
+        name: of the attribute.
 
     Raises:
         RunError: it is one.

@@ -76,7 +76,9 @@ def _once(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], call
     return result
 
 
-def _streamed(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], generator: Iterator[Any]) -> Iterator[Any]:
+def _streamed(
+    run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], generator: Iterator[Any]
+) -> Iterator[Any]:  # fmt: skip
     """Yield what a method yields, with the values that were gathered when it was called."""
     while (value := _once(run, shown, values, lambda: next(generator, _END))) is not _END:
         yield value
@@ -103,8 +105,7 @@ def _check_leaves(shown: str, leaves: Collection[Any], of_the_model: Collection[
 
 
 def _leads_to(tensor: torch.Tensor, leaves: Collection[int]) -> bool:
-    """Return whether a gradient of a tensor would come to one of these leaves; that of what a call has left does
-    not."""
+    """Return whether a gradient of a tensor would come to one of these leaves."""
     to_do, seen = [tensor.grad_fn], set[Any]()
     while to_do:
         node = to_do.pop()

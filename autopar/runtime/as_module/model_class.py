@@ -39,12 +39,12 @@ def show_as(module: AsModel, kind: type) -> None:
 
 
 def own_name(module: torch.nn.Module) -> str:
-    """The name of a module's class, of one that stands for a model that of its own."""
+    """Return the name of a module's class, of one that stands for a model that of its own."""
     return next(cls.__name__ for cls in type(module).__mro__ if _FACE not in vars(cls))
 
 
 def _type_for(own: Any, kind: Any) -> type:
-    """A subclass of ``own`` with the name and the signature of ``kind``."""
+    """Return a subclass of ``own`` with the name and the signature of ``kind``."""
     label = {"__module__": own.__module__, "__qualname__": f"{own.__qualname__}[{kind.__qualname__}]"}
     # no subclass of the user's: hooks of the user's class, such as registries, are not told of it
     quiet = classmethod(lambda cls, **options: None)
@@ -59,7 +59,7 @@ def _type_for(own: Any, kind: Any) -> type:
 
 
 def _with_signature(forward: Any, kind: Any) -> Any:
-    """A copy of ``forward`` that shows the arguments of the model's own."""
+    """Return a copy of ``forward`` that shows the arguments of the model's own."""
     copied = types.FunctionType(
         forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )

@@ -60,7 +60,7 @@ class ParallelModule(Derived):
         scalars the mean).
 
         Args:
-            args, kwargs: what the model is called with: tensors of global shape on this rank's device (with
+            *args, **kwargs: what the model is called with: tensors of global shape on this rank's device (with
                 ``batch="local"`` this rank's rows: :mod:`~autopar.runtime.batches.local_batch`), or DTensors of any
                 placement. Of an input whose placement was requested (``placements=``), a tensor that has the shape of
                 this rank's shard is that shard.
@@ -93,7 +93,7 @@ class ParallelModule(Derived):
         parameters that it was made with. Its graph is freed, as after ``loss.backward()``.
 
         Args:
-            args, kwargs: the batch, of global shapes, the same on every rank.
+            *args, **kwargs: the batch, of global shapes, the same on every rank.
             optimizer: if given, ``step()`` and ``zero_grad()`` follow; else gradients are left in ``param.grad``.
             microbatches: how many, on one mesh; by default found from the shapes.
             scaler: multiplies the gradients (:mod:`~autopar.runtime.optimizers.grad_scaler`); with ``optimizer``,
@@ -119,7 +119,7 @@ class ParallelModule(Derived):
         In training mode buffers that a forward changes are changed, as the model would.
 
         Args:
-            args, kwargs: the batch, as for :meth:`train_step`.
+            *args, **kwargs: the batch, as for :meth:`train_step`.
 
         Returns:
             A tensor of shape [] and of the loss's dtype, the same on every rank.
@@ -130,11 +130,11 @@ class ParallelModule(Derived):
         return self._autopar.evaluate(args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the program with ``torch.compile(program, *args, **kwargs)``, as ``nn.Module.compile`` does; in a
-        pipeline those of this rank's stages.
+        """Compile the program with ``torch.compile(program, *args, **kwargs)``, as ``nn.Module.compile`` does.
 
-        A program is one graph, forward and backward, with functional collectives (:mod:`autopar.lower.compilable`).
-        Gathers of parameters once a step, reductions of their gradients and messages between stages stay outside.
+        In a pipeline these are the programs of this rank's stages. A program is one graph, forward and backward, with
+        functional collectives (:mod:`autopar.lower.compilable`). Gathers of parameters once a step, reductions of
+        their gradients and messages between stages stay outside.
         Programs that are captured later, for other calls or values, are compiled like the first one. A
         ``torch.compile(pm)`` that is called does the same with its options, as one of a function that calls ``pm``.
 
@@ -208,13 +208,19 @@ class ParallelModule(Derived):
         return super().__getattr__(name)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context as DistributedDataParallel has for adding up gradients. They add up without it, too: every
-        backward reduces what it adds, and ``train_step`` reduces once for all its microbatches. So it does nothing."""
+        """Return a context as DistributedDataParallel has for adding up gradients; it does nothing.
+
+        They add up without it, too: every backward reduces what it adds, and ``train_step`` reduces once for all its
+        microbatches.
+        """
         return contextlib.nullcontext()
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        """Yield the parameters; on a rank of a pipeline whose stages have none, one without elements and without a
-        name, because optimizers refuse an empty list."""
+        """Yield the parameters.
+
+        On a rank of a pipeline whose stages have none there is one without elements and without a name, because
+        optimizers refuse an empty list.
+        """
         params = list(super().parameters(recurse))
         yield from params or ([] if self._autopar.leads is None else [_in_stages(self, "parameters").no_parameter])
 
@@ -263,10 +269,12 @@ class ParallelModule(Derived):
             self._autopar.seeds.go_on(state)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state dict; of a program with random operators also how far these have drawn
-        (``_extra_state``), so that a resumed run draws what an uninterrupted one would. A rank that was seeded
-        otherwise than the first one, by which all draw, does not have it. ``full_state_dict`` has only what the model
-        has."""
+        """Return the model's state dict.
+
+        Of a program with random operators it also has how far these have drawn (``_extra_state``), so that a resumed
+        run draws what an uninterrupted one would. A rank that was seeded otherwise than the first one, by which all
+        draw, does not have it. ``full_state_dict`` has only what the model has.
+        """
         state = super().state_dict(*args, **kwargs)
         if not self._autopar.draws() or not self._autopar.seeds.alike:
             state.pop(kwargs.get("prefix", args[1] if len(args) > 1 else "") + EXTRA, None)
@@ -315,8 +323,9 @@ class ParallelModule(Derived):
         return sampler_of(self._autopar, dataset, shuffle, drop_last, seed)
 
     def shard(self, loader: DataLoader[Any], seed: int = 0) -> DataLoader[Any]:
-        """Return a loader of whole batches as one that gives what this rank is called with; ``loader.sampler`` is
-        :meth:`sampler`'s.
+        """Return a loader of whole batches as one that gives what this rank is called with.
+
+        Its ``sampler`` is :meth:`sampler`'s.
 
         Raises:
             MeshError: its batches do not divide among the ranks.
@@ -327,8 +336,12 @@ class ParallelModule(Derived):
     # -- pipelines
 
     def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:
-        """Start to record what the next steps of a pipeline do on this rank (or stop): ``(action, kind, start, end)``
-        in seconds of ``time.perf_counter``. On an accelerator these are the times of the launches."""
+        """Start to record what the next steps of a pipeline do on this rank, or stop.
+
+        Returns:
+            A list that fills with ``(action, kind, start, end)`` in seconds of ``time.perf_counter``. On an accelerator
+            these are the times of the launches.
+        """
         return _in_stages(self, "record").record(on)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -363,12 +376,12 @@ def parallel(run: ParallelRun) -> Any:
 
 
 def _names_of_whole(kind: type) -> dict[str, Any]:
-    """Return what the class of a parallel module has in addition to the model's: methods that run on whole values, and
-    the model's signature."""
+    """Return what the class has in addition to the model's: methods that run on whole values, and its signature."""
     own = [name for name in methods_of(kind) if not hasattr(ParallelModule, name)]
     return {
         **{name: method_of(name, getattr(kind, name)) for name in own},
         "forward": _with_signature(ParallelModule.forward, kind),
+        "__call__": torch.nn.Module.__call__,  # which the user's own may not do once more
     }
 
 

@@ -122,8 +122,10 @@ class ParallelRun:
         return self.user.owner_of(name)
 
     def whole_values(self) -> dict[str, torch.Tensor]:
-        """Return all parameters and buffers, whole, on this rank's device; tied ones are one tensor. All ranks call it
-        together."""
+        """Return all parameters and buffers, whole, on this rank's device, where all ranks call it.
+
+        Tied ones are one tensor.
+        """
         values: dict[str, torch.Tensor] = {}
         same: dict[int, torch.Tensor] = {}
         with torch.no_grad():
@@ -258,8 +260,7 @@ class ParallelRun:
         return "" in trained and self.captured_training and not self.evaluates_otherwise
 
     def captures_in(self) -> Training:
-        """Return the modes in which the model is captured for a call now: those of training, if they do for eval mode
-        too."""
+        """Return the modes in which the model is captured now: those of training, if they do for eval mode, too."""
         at_first = self.modes.at_first
         return at_first if self.runs_in(at_first) else self.modes.training
 
@@ -349,8 +350,10 @@ def run_of(module: Any) -> Any:
 
 
 def on_all_ranks(does: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return a function of a run, which all ranks call, as one of a parallel module; where only some ranks call it, it is
-    refused on all of them."""
+    """Return a function of a run, which all ranks call, as one of a parallel module.
+
+    Where only some ranks call it, it is refused on all of them.
+    """
 
     @functools.wraps(does)
     def together(pm: Any, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -79,8 +79,10 @@ def set_momentum(part: nn.Module, value: Any) -> None:
 
 @contextlib.contextmanager
 def taken_anew(run: ParallelRun) -> Iterator[None]:
-    """Around a call in training mode: the batch norms with momentum None have the mean over all batches after it, those
-    with momentum 0 the statistics of before."""
+    """Enclose a call in training mode, after which batch norms have the statistics that their momentum says.
+
+    With momentum None it is the mean over all batches, with momentum 0 the statistics of before.
+    """
     anew, staying = run.statistics_anew, run.statistics_staying
     if not (anew or staying) or not run.training:
         yield

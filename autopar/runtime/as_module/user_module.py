@@ -84,6 +84,8 @@ class UserModule:
         for name, param in self.params.items():
             self.names.setdefault(id(param), name)
         self._tables = {each.module: each.stored for each in self.modules}
+        self.on_meta: list[dict[str, dict[str, Any]]] = []
+        """The tables of each module of a model on the meta device, as written."""
         self.hidden: dict[tuple[str, str], Any] = {}
         """By path and name attributes that calls of the program set, or do not set, with what they were."""
         self.is_written = False
@@ -116,7 +118,9 @@ class UserModule:
         """Give the module and its submodules derived classes, and free the old parameters.
 
         Args:
-            whole, part: what the classes of the module and of its submodules have in addition to their own.
+            run: is to be reached from the module.
+            whole: what the class of the module has in addition to its own.
+            part: what those of its submodules have.
         """
         for each in self.modules:
             each.derived = derived(each.kind, *(part if each.path else whole))
@@ -129,17 +133,32 @@ class UserModule:
         for each in self.modules:
             object.__setattr__(each.module, "__class__", each.derived)
             each.module.__dict__[PLACE] = run if not each.path else PlaceOfPart(run, each.path, each.kind)
+        self._free_buffers()
         for param in {id(p): p for p in self.params.values()}.values():
             param.grad = None
             self._free(param)
 
+    def _free_buffers(self) -> None:
+        """Keep no buffer of the user's that is stored whole."""
+        for each in self.modules:
+            for key, stored in each.stored["_buffers"].items():
+                if isinstance(stored, torch.Tensor) and not isinstance(stored, DTensor):
+                    self.buffers[f"{each.path}.{key}" if each.path else key] = stored
+                    each.written["_buffers"][key] = stored
+
     def _replace_meta(self, device: torch.device) -> None:
-        """Have parameters of a model on the meta device be where the stored ones are, to be given values there."""
+        """Have parameters of a model on the meta device be where the stored ones are, to be given values there.
+
+        Those on the meta device are kept, too: the example call is there, and is captured with them.
+        """
         new = {
             id(param): torch.nn.Parameter(
                 torch.zeros((), dtype=param.dtype, device=device).expand(param.shape), param.requires_grad
             ) for param in self.params.values() if param.is_meta
         }  # fmt: skip
+        if not new:
+            return
+        self.on_meta = [{name: dict(table) for name, table in each.written.items()} for each in self.modules]
         for name, param in self.params.items():
             if id(param) in new:
                 owner, key = self.owner_of(name)
@@ -172,15 +191,19 @@ class UserModule:
             yield self.model
             return
         values = values or {}
+        tables = self.on_meta if self.on_meta and captures and not values else [each.written for each in self.modules]
         places = [(each.module.__dict__.pop(PLACE), dict(each.module.__dict__)) for each in self.modules]
-        for each in self.modules:
-            buffers = each.written["_buffers"]
-            for key, stored in each.module._buffers.items():
+        for each, written in zip(self.modules, tables, strict=True):
+            buffers = written["_buffers"]
+            for key, stored in each.module._buffers.items() if tables is not self.on_meta else ():
                 name = f"{each.path}.{key}" if each.path else key
                 whole = values.get(name, None if isinstance(stored, DTensor) else stored)
                 if whole is not None and key in buffers:
                     buffers[key] = whole.detach().clone()
-            each.module.__dict__.update(each.written)
+            for param in written["_parameters"].values():
+                if type(param) is OldParameter:
+                    param.__class__ = self.kinds[id(param)]
+            each.module.__dict__.update(written)
             object.__setattr__(each.module, "__class__", each.kind)
         for name, param in self.params.items():
             if self.names[id(param)] == name:
@@ -188,25 +211,29 @@ class UserModule:
                 if name in values:
                     param.data = laid_out_as(param, values[name])
                 param.requires_grad_((requires_grad or self.wanted)[name])
-        before = [(dict(each.module._modules), *(dict(each.written[name]) for name in ("_parameters", *HOOKS)))
-                  for each in self.modules]  # fmt: skip
+        before = [(dict(each.module._modules), *(dict(written[name]) for name in ("_parameters", *HOOKS)))
+                  for each, written in zip(self.modules, tables, strict=True)]  # fmt: skip
         self.is_written = True
         try:
             with self._shown() if captures else contextlib.nullcontext():
                 yield self.model
-            self._check_unchanged(before)
+            self._check_unchanged(before, tables)
         finally:
             self.is_written = False
-            for each, (place, stored), was in zip(self.modules, places, before, strict=True):
+            for each, written, (place, stored), was in zip(self.modules, tables, places, before, strict=True):
                 attributes = each.module.__dict__
                 for table, had in zip(("_parameters", *HOOKS), was[1:], strict=True):
-                    each.written[table].clear()
-                    each.written[table].update(had)
+                    written[table].clear()
+                    written[table].update(had)
+                for param in written["_parameters"].values() if tables is self.on_meta else ():
+                    if param is not None:
+                        OldParameter.make(param, self.names[id(param)])
                 attributes["_modules"].clear()
                 attributes["_modules"].update(was[0])
                 attributes.update({name: stored[name] for name in each.written})
                 attributes[PLACE] = place
                 object.__setattr__(each.module, "__class__", each.derived)
+            self._free_buffers()
             for param in {id(p): p for p in self.params.values()}.values():
                 self._free(param)
 
@@ -225,14 +252,16 @@ class UserModule:
                 if value is not _MISSING:
                     attributes[name] = value
 
-    def _check_unchanged(self, before: list[tuple[dict[str, Any], ...]]) -> None:
-        for each, (modules, *tables) in zip(self.modules, before, strict=True):
-            if each.module._modules != modules or each.written["_parameters"] != tables[0]:
+    def _check_unchanged(
+        self, before: list[tuple[dict[str, Any], ...]], tables: list[dict[str, dict[str, Any]]]
+    ) -> None:  # fmt: skip
+        for each, written, (modules, *had) in zip(self.modules, tables, before, strict=True):
+            if each.module._modules != modules or written["_parameters"] != had[0]:
                 raise RunError(
                     f"'{each.path or each.kind.__name__}' has other submodules or parameters than before, which the "
                     "program does not have: change them before parallelize"
                 )
-            if any(each.written[name] != had for name, had in zip(HOOKS, tables[1:], strict=True)):
+            if any(written[name] != hooks for name, hooks in zip(HOOKS, had[1:], strict=True)):
                 raise RunError(
                     f"hooks were registered on '{each.path or each.kind.__name__}' or removed, which the program does "
                     "not have: register them on its parameters, or before parallelize"
@@ -243,6 +272,8 @@ def derived(kind: type, base: type, names_for: Callable[[type], dict[str, Any]])
     """Return a class of both, with the name and documentation of ``kind``.
 
     Args:
+        kind: the user's class.
+        base: a class that adds to it.
         names_for: gives what it has in addition.
 
     Raises:

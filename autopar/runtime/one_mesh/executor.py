@@ -145,7 +145,7 @@ class MeshRun(ParallelRun):
         return self.totals_kept[0]
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """The whole value of a buffer that the program reads."""
+        """Return the whole value of a buffer that the program reads."""
         if name not in self.stage.buffers:
             return None
         value, state = self.stage.buffers[name]
@@ -153,7 +153,7 @@ class MeshRun(ParallelRun):
         return as_dtensor(value, state, shape, self.device_mesh).full_tensor() if state.is_cut else value
 
     def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of a call of the program that runs now, by input name."""
+        """Return the tensors of a call of the program that runs now, by input name."""
         return self.batch.tensors(args, kwargs)
 
     def take_local_batch(self, without: frozenset[str]) -> None:
@@ -167,26 +167,33 @@ class MeshRun(ParallelRun):
         return self.stage.evaluation is not None
 
     def prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        """Make the program of eval mode."""
         self.stage.prepare_evaluation(sides)
 
     def draws(self) -> bool:
+        """Return whether the program has random operators."""
         return self.stage.draws
 
     def ranks(self) -> tuple[Any, int]:
+        """Return the process group of the ranks that hold a part, and the first of them."""
         return mesh_group(self.device_mesh), int(self.device_mesh.mesh.flatten()[0])
 
     def rank_numbers(self) -> list[int]:
+        """Return the ranks of the mesh."""
         return [int(rank) for rank in self.device_mesh.mesh.flatten()]
 
     def kept_program(self) -> Fields:
+        """Return what makes up the program that runs now."""
         return fields_of(self)
 
     def resume_program(self, fields: Fields) -> None:
+        """Run one that was kept."""
         resume(self, fields)
 
     def take_program(
         self, new: Captured, call: ModuleCall, replan: Replan | None, all_well: AllWell
     ) -> None:
+        """Run another capture."""
         take(self, new, replan, all_well)
 
     def copied(self, memo: dict[int, Any]) -> torch.nn.Module:
@@ -201,6 +208,7 @@ class MeshRun(ParallelRun):
         return new.module
 
     def in_step(self) -> bool:
+        """Return whether a step has begun."""
         return self.stage.gradients.accumulating or self.stage.gradients.defer
 
     # -- running
@@ -222,6 +230,7 @@ class MeshRun(ParallelRun):
             return self.run_checked(args, kwargs, of_step)
 
     def run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_step: bool) -> Any:
+        """Run a call, on all ranks or on none."""
         call = self.calls + 1
         failures = self.failures
         if failures is None:  # one device: the program runs in the caller's own autograd graph
@@ -244,7 +253,7 @@ class MeshRun(ParallelRun):
                 return outputs_of(self, self.call_program(call, args, kwargs), call, of_step)
 
     def rows_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """A call with the rows of all ranks, where each has its own and not equally many; else None."""
+        """Return a call with the rows of all ranks, where each has its own and not equally many; else None."""
         if (
             self.local_batch is None
             or self.buckets is not None
@@ -260,6 +269,7 @@ class MeshRun(ParallelRun):
         return self.failures.during(where) if self.failures is not None else contextlib.nullcontext()
 
     def call_program(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Run the program, which takes a call of these shapes."""
         if torch.jit.is_tracing():
             raise RunError(
                 "torch.jit.trace of a parallel module: it computes with this rank's pieces and collectives; trace the "

@@ -15,7 +15,7 @@ from autopar.torch_private import pytree
 
 
 def outputs_of(module: Any, flat: tuple[Any, ...], call: int, of_step: bool) -> Any:
-    """The structure that the model gives, from the program's flat outputs.
+    """Return the structure that the model gives, from the program's flat outputs.
 
     Args:
         module: the :class:`~autopar.runtime.one_mesh.executor.MeshRun`.

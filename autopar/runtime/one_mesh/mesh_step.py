@@ -55,7 +55,7 @@ class StepPart:
 def parts_of_step(
     pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None
 ) -> list[StepPart]:  # fmt: skip
-    """The parts of a step, before the first of them begins; every rank calls it.
+    """Return the parts of a step, before the first of them begins; every rank calls it.
 
     Args:
         pm: the module.
@@ -90,7 +90,7 @@ def _may_be_uneven(pm: Any) -> bool:
 
 
 def _of_local_batch(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[StepPart]:
-    """The parts of a step of which every rank has equally many rows."""
+    """Return the parts of a step of which every rank has equally many rows."""
     assert pm.local_batch is not None
     without = no_rows_in(pm.planned)
     rows = rows_of((args, kwargs), without)
@@ -112,7 +112,7 @@ def _of_local_batch(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], coun
 
 
 def _rows_between(batch: Call, rows: int, begin: int, length: int, without: Collection[str]) -> Call:
-    """Some of the rows of a batch; what does not have its rows stays as it is."""
+    """Return some of the rows of a batch; what does not have its rows stays as it is."""
     if length == rows:
         return batch
 
@@ -124,7 +124,7 @@ def _rows_between(batch: Call, rows: int, begin: int, length: int, without: Coll
 
 
 def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[Run] | None:
-    """The runs of a batch whose rows do not divide; None where they do, or it cannot be known what has rows."""
+    """Return the runs of a batch whose rows do not divide; None where they do, or it cannot be known what has rows."""
     planned = pm.planned
     try:
         rows = rows_of((args, kwargs), no_rows_in(planned))
@@ -150,8 +150,9 @@ def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int |
 
 
 def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Forward and backward of all parts of a step; the parameters have their gradients then, or, where it breaks, those
-    that they had.
+    """Run forward and backward of all parts of a step.
+
+    The parameters have their gradients then, or, where it breaks, those that they had.
 
     Args:
         scale: by which the gradients are multiplied.
@@ -217,7 +218,7 @@ def _loss_of(pm: Any) -> int:
 
 
 def _calls_of(pm: Any, part: StepPart, of_several: bool) -> Sequence[Call]:
-    """The microbatches of a part whose program is in place."""
+    """Return the microbatches of a part whose program is in place."""
     if part.calls is not None:
         return part.calls
     args, kwargs = part.call.args, dict(part.call.kwargs)
@@ -231,7 +232,7 @@ def _calls_of(pm: Any, part: StepPart, of_several: bool) -> Sequence[Call]:
 
 @contextlib.contextmanager
 def _gradients_stay_where_it_breaks(pm: Any) -> Iterator[None]:
-    """A step of several parts that breaks in a later one leaves the gradients as they were."""
+    """Return a step of several parts that breaks in a later one leaves the gradients as they were."""
     params = list(pm.parameters())
     before = [None if param.grad is None else param.grad.detach().clone() for param in params]
     try:
@@ -247,7 +248,7 @@ def backwards(
     ahead: Sequence[Mapping[str, torch.Tensor]], scale: torch.Tensor | None = None,
     places: Sequence[PlaceInBatch] = (),
 ) -> torch.Tensor:  # fmt: skip
-    """Forward and backward of every microbatch; the parameters have their gradients then.
+    """Run forward and backward of every microbatch; the parameters have their gradients then.
 
     Args:
         pm: the module; it runs the program of these calls.
@@ -293,7 +294,7 @@ def backwards(
 def whole_inputs(
     pm: Any, ahead: TotalsAhead, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The inputs from which totals of the batch follow, whole: ranks may be called with their pieces."""
+    """Return the inputs from which totals of the batch follow, whole: ranks may be called with their pieces."""
     tensors = pm.batch_of(args, kwargs)
     whole = {}
     for name, shape in ahead.inputs.items():

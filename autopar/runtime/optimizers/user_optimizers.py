@@ -28,7 +28,7 @@ _STATES = {
 
 
 def name_of(optimizer: torch.optim.Optimizer | str) -> str:
-    """The name by which the planner knows the memory of an optimizer; of classes that it does not know, AdamW's."""
+    """Return the name by which the planner knows the memory of an optimizer; of unknown classes AdamW's."""
     if isinstance(optimizer, str):
         return optimizer
     count = _STATES.get(type(optimizer).__name__, 2)
@@ -50,8 +50,10 @@ class Move:
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | Mapping[str, torch.Tensor]
     ) -> None:
-        """
+        """Find the model's parameters in the optimizer's groups.
+
         Args:
+            optimizer: was made before the model was spread.
             model: or its parameters by name.
         """
         self.optimizer = optimizer
@@ -62,7 +64,7 @@ class Move:
         self.layout = [[self.names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
 
     def __str__(self) -> str:
-        """What must be alike on all ranks: class, options and names of the parameters of every group."""
+        """Return what must be alike on all ranks: class, options and names of the parameters of every group."""
         groups = []
         for group, names in zip(self.optimizer.param_groups, self.layout, strict=True):
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -131,7 +133,7 @@ class Move:
                     yield param, name
 
     def _shared(self) -> set[int]:
-        """Lists of parameters that are the groups' own, which the move changes in place."""
+        """Return lists of parameters that are the groups' own, which the move changes in place."""
         return {id(options["params"]) for options in self.optimizer.param_groups}
 
     def _holds(self, value: Any, shared: set[int], depth: int = 3) -> bool:

@@ -154,13 +154,15 @@ class PipelineRun(ParallelRun):
         )
 
     def draws(self) -> bool:
+        """Return whether the program has random operators."""
         return self.drawing[0] is not None
 
     def ranks(self) -> tuple[Any, int]:
+        """Return the process group of the ranks that hold a part, and the first of them."""
         return dist.group.WORLD, 0
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """The whole value of a buffer, on all ranks, which call it together: that of the first stage that reads it."""
+        """Return the whole value of a buffer, that of the first stage that reads it; all ranks call it together."""
         node = self.captured.graph.nodes[self.captured.graph.index[name]]
         number = next(
             (p.number for p in self.parts if any(n.target == name for _, n in p.graph.of_kind("buffer"))), 0
@@ -178,6 +180,7 @@ class PipelineRun(ParallelRun):
         return value
 
     def tied_names(self) -> dict[str, str]:
+        """Return the first names of tied parameters by the others."""
         return {alias: name for part in self.parts for alias, name in part.graph.tied.items()}
 
     def copied(self, memo: dict[int, Any]) -> torch.nn.Module:
@@ -247,18 +250,22 @@ class PipelineRun(ParallelRun):
         return self.has_evaluation
 
     def prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        """Make the program of eval mode."""
         for stage in self.stages.values():
             stage.prepare_evaluation(sides)
         self.has_evaluation = True
         self.drawing = self.drawing[0], drawing(evaluated(self.captured.graph, sides))
 
     def kept_program(self) -> Fields:
+        """Return what makes up the program that runs now."""
         return pipeline_programs.fields_of(self)
 
     def resume_program(self, fields: Fields) -> None:
+        """Run one that was kept."""
         pipeline_programs.resume(self, fields)
 
     def take_program(self, new: Captured, call: ModuleCall, replan: Any, all_well: AllWell) -> None:
+        """Run another capture."""
         pipeline_programs.take(self, new, call.parts or self.plan.microbatches, replan, all_well)
 
     # -- without gradients
@@ -319,8 +326,10 @@ class PipelineRun(ParallelRun):
         return scaled(self.parameters(), squared.sqrt(), max_norm)
 
     def whole_values(self) -> dict[str, torch.Tensor]:
-        """Return all parameters and buffers, whole, on this rank's device; those that several stages hold under
-        several names are one tensor as in the model."""
+        """Return all parameters and buffers, whole, on this rank's device, where all ranks call it.
+
+        Those that several stages hold under several names are one tensor as in the model.
+        """
         state, same = of_all_groups(self, all_ranks=True), dict[int, torch.Tensor]()
         named = [*self.user.params.items(), *self.user.buffers.items()]
         for name, tensor in named:

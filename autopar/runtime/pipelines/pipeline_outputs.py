@@ -19,7 +19,7 @@ Parts = dict[int, list[torch.Tensor]]
 
 
 def of_run(ready: Ready, loss: torch.Tensor, parts: Parts) -> list[Any]:
-    """The outputs of a run; all ranks call it.
+    """Return the outputs of a run; all ranks call it.
 
     Args:
         loss: the run's part of the loss.
@@ -54,7 +54,7 @@ def _has_rows(ready: Ready, out: Ref) -> bool:
 
 
 def of_batch(ready: Ready, of_runs: Sequence[Sequence[Any]], local_batch: RowsInStages | None = None) -> list[Any]:
-    """The outputs of a batch, from those of its runs, of which ``ready`` is any.
+    """Return the outputs of a batch, from those of its runs, of which ``ready`` is any.
 
     Args:
         own_rows: where each rank has its own; where these are not equally many, the runs have them all.

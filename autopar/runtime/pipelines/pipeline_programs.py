@@ -51,7 +51,7 @@ PROGRAM = (
 
 
 def fields_of(pm: Any) -> Fields:
-    """What makes up the program that a pipeline runs now."""
+    """Return what makes up the program that a pipeline runs now."""
     return {name: pm.__dict__[name] for name in PROGRAM}
 
 
@@ -65,7 +65,7 @@ def resume(pm: Any, fields: Fields) -> None:
 
 
 def work_of(pm: Any, microbatches: int) -> Work:
-    """What this rank does in a step of so many microbatches of the program that runs now."""
+    """Return what this rank does in a step of so many microbatches of the program that runs now."""
     works: dict[int, Work] = pm.works
     work = works.pop(microbatches, None)
     if work is None:
@@ -91,8 +91,7 @@ def work_of(pm: Any, microbatches: int) -> Work:
 
 
 def take(pm: Any, new: Captured, count: int, replan: ReplanStages | None, all_well: AllWell) -> None:
-    """Have the stages run ``new``: under the plans that they have, if it differs in nothing but literals, else under
-    others.
+    """Have the stages run ``new``: under other plans, if it differs in more than literals.
 
     Args:
         count: microbatches of the step that follows.
@@ -153,7 +152,7 @@ def _run(pm: Any, new: Captured, parts: tuple[StageGraph, ...], plan: Plan) -> N
 
 
 def _buffers_now(pm: Any) -> Buffers:
-    """This rank's buffers, and the constants of its stages, as the program that ran last has them."""
+    """Return this rank's buffers, and the constants of its stages, as the program that ran last has them."""
     return {name: entry for stage in pm.stages.values() for name, entry in stage.buffers.items()}
 
 

@@ -26,7 +26,7 @@ _Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
 def ready_runs(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to_do: str | None = None
 ) -> list[Ready]:  # fmt: skip
-    """The runs of a batch, with their programs in place, before the first of them begins.
+    """Return the runs of a batch, with their programs in place, before the first of them begins.
 
     Args:
         to_do: what the loss is for; None where there need be none.
@@ -64,7 +64,7 @@ def ready_runs(
 
 
 def _runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
-    """The runs of a batch."""
+    """Return the runs of a batch."""
     captured, planned = module.planned
     ranks = module.rows.ranks if module.rows is not None else 1
     if module.local_batch is not None or (
@@ -75,8 +75,10 @@ def _runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ru
 
 
 def _microbatches(module: Any, run: Run) -> _Batches:
-    """The whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
-    called with. From now on the stages run the program of these shapes."""
+    """Return the whole inputs by name, and those of every microbatch.
+
+    Now and then the ranks compare what they were called with. From now on the stages run the program of these shapes.
+    """
     args, kwargs = run.call.args, run.call.kwargs
     if module.programs is not None:  # the ranks agree on a change
         check_values(module, run.call)
@@ -101,8 +103,7 @@ def _microbatches(module: Any, run: Run) -> _Batches:
 
 
 def forwards(module: Any, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Parts]]:
-    """Of each run its part of the loss, float64, and whole outputs of this rank's stages by position, if they are
-    other ones."""
+    """Return of each run its part of the loss, float64, and other outputs of this rank's stages by position, whole."""
     results: list[tuple[torch.Tensor, Parts]] = []
     for each, seeds in zip(ready, seeds_of(module, ready), strict=True):
         parts: Parts = {}
@@ -113,8 +114,10 @@ def forwards(module: Any, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Pa
 
 
 def seeds_of(module: Any, ready: Sequence[Ready]) -> list[list[Any]]:
-    """Of random operators in each microbatch of each run: by the seed of the batch, which all ranks take, and by where
-    its rows are in the batch."""
+    """Return the seeds of random operators in each microbatch of each run.
+
+    They follow from the seed of the batch, which all ranks take, and from where its rows are in the batch.
+    """
     graphs = [each.drawing[0 if module.training else 1] for each in ready]
     counts = [each.run.microbatches for each in ready]
     if not any(graph is not None for graph in graphs):

@@ -75,8 +75,10 @@ def begun(parts: Sequence[StageGraph], plan: Plan, device_type: str) -> Start:
 
 
 def unread_in(model: torch.nn.Module, captured: Captured, parts: Sequence[StageGraph]) -> dict[str, str]:
-    """Parameters and buffers of the model that no stage reads, each with the first name of the same tensor: a head for
-    another task, say. They have to be somewhere, since they are in its state dict."""
+    """Return parameters and buffers of the model that no stage reads, each with the first name of the same tensor.
+
+    A head for another task is such. They have to be on some rank, since they are in the state dict.
+    """
     read = {node.target for part in parts for node in part.graph.nodes if node.kind in ("param", "buffer")}
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     named.update(model.named_buffers(remove_duplicate=False))
@@ -91,8 +93,9 @@ def unread_in(model: torch.nn.Module, captured: Captured, parts: Sequence[StageG
 def take_values(
     model: torch.nn.Module, start: Start, values: Callable[[str], torch.Tensor] | None, placings: Iterable[Placing]
 ) -> None:
-    """Give this rank's stages their parts of the model's values, one whole value after the other; rank 0's, so that
-    ranks that were seeded differently agree.
+    """Give this rank's stages their parts of the model's values, one whole value after the other.
+
+    They are rank 0's, so that ranks that were seeded differently agree.
 
     Args:
         values: gives them by name, and is called on every rank for every name; by default they are sent from rank 0.

@@ -71,7 +71,7 @@ class Buckets:
         self.dims, self.fill, self.templates = dict(dims), dict(fill), templates
 
     def of(self, size: Size) -> Size:
-        """The smallest bucket that takes a call.
+        """Return the smallest bucket that takes a call.
 
         Raises:
             RunError: none does.
@@ -86,7 +86,7 @@ class Buckets:
         return fitting
 
     def padded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Padding]:
-        """A call as one of its bucket's shape.
+        """Return a call as one of its bucket's shape.
 
         Raises:
             RunError: it fits no bucket, or a tensor has neither the rows nor the length of the call.
@@ -124,7 +124,7 @@ class Buckets:
         return torch.nn.functional.pad(leaf, flat, value=value)
 
     def cut(self, outputs: Any, padding: Padding) -> Any:
-        """Outputs of a padded call as those of the call.
+        """Return outputs of a padded call as those of the call.
 
         Raises:
             RunError: it is not known which of an output's dims follow the call's.

@@ -44,8 +44,9 @@ class ModuleCall:
     of_several: bool = False
 
     def of(self, example: Example, rows: int) -> tuple[Batch, Any]:
-        """The call that a program for this one is captured from, and its loss function, unless the call leaves out the
-        targets that it takes.
+        """Return the call that a program for this one is captured from, and its loss function.
+
+        A call that leaves out the targets that the loss function takes has none.
 
         Args:
             example: how the model was called at first.
@@ -69,7 +70,7 @@ class ModuleCall:
         return have // rows if have % rows == 0 else None
 
     def shown(self) -> str:
-        """The call in words, for messages."""
+        """Return the call in words, for messages."""
         text = call_text(self.args, self.kwargs) + (f" {shown(on)}" if (on := autocast_now()) else "")
         return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 

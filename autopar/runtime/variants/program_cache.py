@@ -233,8 +233,10 @@ class Programs:
 
     @staticmethod
     def _for_steps(captured: Captured, call: ModuleCall) -> InParts | None:
-        """How a program of a batch at once is to be captured again for a step of several microbatches, which reads
-        what their losses divide by in the whole batch; None where it takes the step as it is."""
+        """Return how a program of a batch at once is to be captured again for a step of several microbatches.
+
+        It then reads what their losses divide by in the whole batch. None where it takes the step as it is.
+        """
         parts = call.parts if call.parts is not None else call.parts_of(captured)
         if ((parts or 1) == 1 and not call.of_several) or not is_at_once(captured):
             return None
@@ -248,8 +250,10 @@ class Programs:
         return whole and self.shapes and pm.buckets is None and self.rows > 0
 
     def _of_example(self, pm: Any, call: ModuleCall) -> int | None:
-        """Which kept program is of the example's rows and takes a step that another, smaller one would take in more
-        microbatches, whose batch statistics are others; None where there is none, or it runs now."""
+        """Return which kept program is of the example's rows and takes a step that a smaller one takes in more parts.
+
+        The batch statistics of these would be others. None where there is no such program, or it runs now.
+        """
         if not self._is_counted(pm, call) or batch_rows(pm.captured) == self.rows:
             return None
         return next(
@@ -296,7 +300,7 @@ class Programs:
 
     @staticmethod
     def _change(pm: Any, changes: list[Change], call: ModuleCall, fits: bool) -> str:
-        """What has changed since the program that runs now, for a message."""
+        """Return what has changed since the program that runs now, for a message."""
         if changes:
             return refusal(changes)
         if fits and (modes := difference(pm.trained, pm.modes.training)):
@@ -327,7 +331,7 @@ class Programs:
             return everywhere(group, told)
 
         training = pm.captures_in()
-        values = pm.whole_values() if _is_small(pm) else {}
+        values = pm.whole_values() if _is_small(pm) and not (fits and pm.user.on_meta) else {}
         with all_well():
             if self.example is None:
                 raise RunError("there is no example call, so the model cannot be captured again")
@@ -366,7 +370,7 @@ def _is_small(pm: ParallelRun) -> bool:
 
 
 def _captured(example: Example, source: torch.nn.Module) -> Captured:
-    """A call, captured; of one microbatch with numbers that may follow from how many rows there are, another, too."""
+    """Capture a call, and another one where numbers of a microbatch may follow from how many rows there are."""
     if example.in_parts is None or not example.in_parts.found.open_literals:
         return example.capture(source)
 
@@ -380,7 +384,7 @@ def _captured(example: Example, source: torch.nn.Module) -> Captured:
 
 
 def _unmarked(text: str) -> str:
-    """A text that may stand in what ranks tell each other."""
+    """Return a text that may stand in what ranks tell each other."""
     return text.replace("|", " ").replace(";", " ")
 
 

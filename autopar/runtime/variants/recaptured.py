@@ -60,7 +60,7 @@ def differs(old: Captured, new: Captured) -> str:
 
 
 def _cuts(rule: Rule | None) -> Any:
-    """What a plan knows of an operator."""
+    """Return what a plan knows of an operator."""
     if rule is None:
         return None
     return (
@@ -74,7 +74,7 @@ def _told(graph: Graph) -> tuple[Any, ...]:
 
 
 def fields_of(pm: ParallelRun) -> Fields:
-    """What makes up the program that a module runs now."""
+    """Return what makes up the program that a module runs now."""
     return {name: pm.__dict__[name] for name in PROGRAM}
 
 
@@ -93,7 +93,7 @@ def take(pm: Any, new: Captured, replan: Replan | None, all_well: AllWell) -> No
 
 
 def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner:
-    """That which plans the model anew.
+    """Return that which plans the model anew.
 
     Args:
         reason: in what the model is another one.
@@ -128,7 +128,7 @@ def _stored(pm: ParallelRun, graph: Graph) -> dict[str, str]:
 
 
 def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
-    """A stage that runs ``new`` under a plan of its own, with the parameters and buffers that ``pm`` has.
+    """Return a stage that runs ``new`` under a plan of its own, with the parameters and buffers that ``pm`` has.
 
     Raises:
         RunError: the plan stores a parameter in another way, or the model has another one.
@@ -141,8 +141,10 @@ def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
 
 
 def move_to_layout_of(pm: ParallelRun, plan: StagePlan) -> None:
-    """Store parameters as ``plan`` does, where buckets have layouts of their own; a backward of an earlier forward is
-    refused then."""
+    """Store parameters as ``plan`` does, where buckets have layouts of their own.
+
+    A backward of an earlier forward is refused then.
+    """
     if pm.layouts_change and relaid(dict(pm.named_parameters(remove_duplicate=False)), plan.params):
         pm.layout += 1
 
@@ -171,7 +173,7 @@ def check_stored(pm: ParallelRun, plan: StagePlan) -> None:
 def buffers_for(
     pm: ParallelRun, new: Captured, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, before: Buffers
 ) -> Buffers:
-    """The buffers that another program reads: those that ``pm`` has, and constants of the model's code.
+    """Return the buffers that another program reads: those that ``pm`` has, and constants of the model's code.
 
     Args:
         graph: of the program, or of one stage of it.
@@ -204,7 +206,7 @@ def buffers_for(
 
 
 def _renewed_from_now_on(name: str, param: torch.Tensor) -> tuple[torch.Tensor, State]:
-    """A parameter that a program renews, as buffers are.
+    """Return a parameter that a program renews, as buffers are.
 
     Raises:
         RunError: it is stored in pieces.
@@ -238,7 +240,7 @@ def with_buffers_of(pm: ParallelRun, stage: Stage, now: Buffers) -> None:
 def _placed_again(
     pm: ParallelRun, now: Mapping[str, tuple[torch.Tensor, State]], wanted: Mapping[str, State], device_mesh: DeviceMesh
 ) -> dict[str, tuple[torch.Tensor, State]]:
-    """The module's own buffers in the placements that a program wants: mostly those that they have.
+    """Return the module's own buffers in the placements that a program wants: mostly those that they have.
 
     Args:
         now: of the program that ran last; tensors that its code made stay out.
