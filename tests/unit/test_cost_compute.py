@@ -7,10 +7,7 @@ import math
 
 import pytest
 
-from cost_models import (
-    op_seconds,
-    optimizer_state_bytes,
-)
+from cost_models import op_seconds, optimizer_state_bytes
 from hardware_profiles import Device, abstract_cluster, load_device
 
 

@@ -11,13 +11,7 @@ import torch.cuda._memory_viz as memory_viz
 from command_line import command, plan_all
 
 from autopar.cli.common import opened
-from autopar.planner.intra_op.memory.contents import (
-    CATEGORIES,
-    GRADIENTS,
-    MASTERS,
-    OPTIMIZER,
-    PARAMETERS,
-)
+from autopar.planner.intra_op.memory.contents import CATEGORIES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from autopar.plans.prices import bytes_together
 from autopar.report.memory_contents import memory_of_devices
 from autopar.report.memory_snapshot import snapshot

@@ -15,17 +15,7 @@ from autopar.capture import capture
 from autopar.capture import passes as module  # type: ignore[attr-defined]
 from autopar.capture.graph.drafts import Draft, TracedProgram
 from autopar.capture.graph.verifier import PassError
-from autopar.capture.passes import (
-    DRAFT,
-    GRAPH,
-    PROGRAM,
-    Pass,
-    observed,
-    passes,
-    register,
-    skipping,
-    summary,
-)
+from autopar.capture.passes import DRAFT, GRAPH, PROGRAM, Pass, observed, passes, register, skipping, summary
 from autopar.cli import app
 from autopar.errors import CaptureError
 from autopar.words.graph import Graph, Ref, Spec

@@ -17,13 +17,7 @@ from torch.distributed import ProcessGroup
 
 from autopar.rules.lowering_helpers.local_shard import n_shards
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, Begun, in_trial
-from autopar.torch_private import (
-    FakeTensor,
-    LocalIntNode,
-    LocalTensor,
-    functional_collectives,
-    group_of_axis,
-)
+from autopar.torch_private import FakeTensor, LocalIntNode, LocalTensor, functional_collectives, group_of_axis
 
 
 class Trip:

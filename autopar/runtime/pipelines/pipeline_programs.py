@@ -29,13 +29,7 @@ from autopar.runtime.pipelines.wires import Wire, wires_of
 from autopar.runtime.ranks.plan_groups import groups_of
 from autopar.runtime.stages.stage import Buffers, Stage
 from autopar.runtime.variants.program_cache import KEPT, AllWell, Fields
-from autopar.runtime.variants.recaptured import (
-    buffers_for,
-    check_stored,
-    differs,
-    planner_for,
-    with_buffers_of,
-)
+from autopar.runtime.variants.recaptured import buffers_for, check_stored, differs, planner_for, with_buffers_of
 from cost_models.schedules import with_microbatches
 
 ReplanStages = Callable[[Captured, int], Plan]

@@ -28,14 +28,7 @@ from autopar.errors import PlanError
 from autopar.lower.collectives import state_step
 from autopar.plans.plan import Plan, StageEdge
 from autopar.plans.stage_graphs import StageGraph
-from autopar.plans.transfer import (
-    RECEIVED_AHEAD,
-    RECEIVED_AHEAD_ON_DEVICE,
-    Piece,
-    Transfer,
-    box_at,
-    transfer,
-)
+from autopar.plans.transfer import RECEIVED_AHEAD, RECEIVED_AHEAD_ON_DEVICE, Piece, Transfer, box_at, transfer
 from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.stages.streams import StepStream
 from autopar.words.placements import path

@@ -17,13 +17,7 @@ from typing import NamedTuple
 from autopar.planner.intra_op.building.hidden_seconds import hidden
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.recompute import Segment
-from autopar.plans.memory_decisions import (
-    DECISIONS,
-    KEEP,
-    RECOMPUTE,
-    TENSORS,
-    Memory,
-)  # fmt: skip
+from autopar.plans.memory_decisions import DECISIONS, KEEP, RECOMPUTE, TENSORS, Memory  # fmt: skip
 from autopar.plans.plan import segment_numbers
 from autopar.rules.lowering_helpers.overlapped_steps import ReshardPaths
 from autopar.rules.notation import Rule
