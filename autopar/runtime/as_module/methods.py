@@ -46,7 +46,7 @@ def method_of(name: str, written: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], call: Callable[[], Any]) -> Any:
-    """ParallelRun a method, or a generator on to what it yields, and refuse what would be lost."""
+    """Run a method, or a generator on to what it yields, and refuse what would be lost."""
     stored = dict(run.named_parameters(remove_duplicate=False))
     now = {name: param.requires_grad for name, param in stored.items()}
     with run.user.as_written(values, {**run.user.wanted, **now}, captures=False) as model, refusing_what_is_left(run):

@@ -7,6 +7,7 @@ model again, and its own methods, need it as its user wrote it: :meth:`UserModul
 from __future__ import annotations
 
 import contextlib
+import copy
 import types
 import weakref
 from collections import OrderedDict
@@ -158,7 +159,7 @@ class UserModule:
         }  # fmt: skip
         if not new:
             return
-        self.on_meta = [{name: dict(table) for name, table in each.written.items()} for each in self.modules]
+        self.on_meta = [{name: copy.copy(table) for name, table in each.written.items()} for each in self.modules]
         for name, param in self.params.items():
             if id(param) in new:
                 owner, key = self.owner_of(name)
