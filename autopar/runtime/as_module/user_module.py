@@ -136,7 +136,6 @@ class UserModule:
             each.module.__dict__[PLACE] = run if not each.path else PlaceOfPart(run, each.path, each.kind)
         self._free_buffers()
         for param in {id(p): p for p in self.params.values()}.values():
-            param.grad = None
             self._free(param)
 
     def _free_buffers(self) -> None:
@@ -170,6 +169,7 @@ class UserModule:
                 OldParameter.make(param, self.names[id(param)])
 
     def _free(self, param: torch.nn.Parameter) -> None:
+        param.grad = None
         param.data = expanded(param)
         OldParameter.make(param, self.names[id(param)])
 
@@ -203,7 +203,7 @@ class UserModule:
                     buffers[key] = whole.detach().clone()
             for param in written["_parameters"].values():
                 if type(param) is OldParameter:
-                    param.__class__ = self.kinds[id(param)]
+                    param.__class__ = self.kinds[id(param)]  # type: ignore[assignment]
             each.module.__dict__.update(written)
             object.__setattr__(each.module, "__class__", each.kind)
         for name, param in self.params.items():
