@@ -46,12 +46,13 @@ def method_of(name: str, written: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], call: Callable[[], Any]) -> Any:
-    """ParallelRun a method, or a generator on to what it yields, and refuse what would be lost."""
+    """Run a method, or a generator on to what it yields, and refuse what would be lost."""
     stored = dict(run.named_parameters(remove_duplicate=False))
     now = {name: param.requires_grad for name, param in stored.items()}
     with run.user.as_written(values, {**run.user.wanted, **now}, captures=False) as model, refusing_what_is_left(run):
         held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         versions = {name: tensor._version for name, tensor in held.items()}
+        hooks = {name: len(tensor._backward_hooks or ()) for name, tensor in held.items()}
         result = call()
         leaves = pytree.tree_leaves(result)
         if not inspect.isgenerator(result):
@@ -62,6 +63,16 @@ def _once(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], call
                 f"{shown}() has written to {first_few(written)}, whole copies of which were gathered for it, so the "
                 "parallel module does not have that: write to pm.get_parameter(...) under torch.no_grad(), or call the "
                 "method before parallelize"
+            )
+        lost = [
+            name for name, tensor in held.items()
+            if tensor.grad is not None or len(tensor._backward_hooks or ()) != hooks[name]
+        ]  # fmt: skip
+        if lost:
+            raise RunError(
+                f"{shown}() has left gradients or hooks on {first_few(lost)}, whole copies of which were gathered for "
+                "it, so the parallel module does not have them: compute gradients by calling the module, and register "
+                "hooks on pm's parameters"
             )
         after = {name: param.requires_grad for name, param in run.user.params.items()}
         moves = [Move(leaf, run.user.params) for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)]

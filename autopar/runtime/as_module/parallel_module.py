@@ -45,10 +45,6 @@ class ParallelModule(Derived):
 
     # -- running
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """ParallelRun a call, with the hooks that were registered since ``parallelize``."""
-        return torch.nn.Module.__call__(self, *args, **kwargs)
-
     @compiled_as_callers
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for a whole batch, which every rank passes alike.
@@ -80,7 +76,7 @@ class ParallelModule(Derived):
         self, *args: Any, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None,
         scaler: torch.amp.GradScaler | None = None, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """ParallelRun one training step on a batch of one or more microbatches.
+        """Run one training step on a batch of one or more microbatches.
 
         A microbatch has at most as many rows as were planned. Inputs that have the rows of the batch are cut; others
         go into every microbatch. Each loss counts by its microbatch's part of the rows, and divides by what the whole

@@ -71,7 +71,7 @@ class ParallelRun:
     local_batch: RowsOfRanks | None = None
     told_of_statistics = False
     train_step: Callable[..., torch.Tensor]
-    """ParallelRun a training step; arguments as of ``ParallelModule.train_step``, the batch as a tuple and a dict."""
+    """Run a training step; arguments as of ``ParallelModule.train_step``, the batch as a tuple and a dict."""
     layouts_change = False
     layout = 0
     compiled_as: Any = None
@@ -176,11 +176,11 @@ class ParallelRun:
         raise NotImplementedError
 
     def resume_program(self, fields: dict[str, Any]) -> None:
-        """ParallelRun one that was kept."""
+        """Run one that was kept."""
         raise NotImplementedError
 
     def take_program(self, new: Captured, call: ModuleCall, replan: Any, all_well: Any) -> None:
-        """ParallelRun another capture, which was made for a call."""
+        """Run another capture, which was made for a call."""
         raise NotImplementedError
 
     def in_step(self) -> bool:
@@ -192,7 +192,7 @@ class ParallelRun:
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """ParallelRun a call of the module."""
+        """Run a call of the module."""
         raise NotImplementedError
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -7,6 +7,7 @@ model again, and its own methods, need it as its user wrote it: :meth:`UserModul
 from __future__ import annotations
 
 import contextlib
+import copy
 import types
 import weakref
 from collections import OrderedDict
@@ -135,7 +136,6 @@ class UserModule:
             each.module.__dict__[PLACE] = run if not each.path else PlaceOfPart(run, each.path, each.kind)
         self._free_buffers()
         for param in {id(p): p for p in self.params.values()}.values():
-            param.grad = None
             self._free(param)
 
     def _free_buffers(self) -> None:
@@ -158,7 +158,7 @@ class UserModule:
         }  # fmt: skip
         if not new:
             return
-        self.on_meta = [{name: dict(table) for name, table in each.written.items()} for each in self.modules]
+        self.on_meta = [{name: copy.copy(table) for name, table in each.written.items()} for each in self.modules]
         for name, param in self.params.items():
             if id(param) in new:
                 owner, key = self.owner_of(name)
@@ -169,6 +169,7 @@ class UserModule:
                 OldParameter.make(param, self.names[id(param)])
 
     def _free(self, param: torch.nn.Parameter) -> None:
+        param.grad = None
         param.data = expanded(param)
         OldParameter.make(param, self.names[id(param)])
 
@@ -202,7 +203,7 @@ class UserModule:
                     buffers[key] = whole.detach().clone()
             for param in written["_parameters"].values():
                 if type(param) is OldParameter:
-                    param.__class__ = self.kinds[id(param)]
+                    param.__class__ = self.kinds[id(param)]  # type: ignore[assignment]
             each.module.__dict__.update(written)
             object.__setattr__(each.module, "__class__", each.kind)
         for name, param in self.params.items():

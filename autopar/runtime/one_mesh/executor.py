@@ -108,7 +108,7 @@ class MeshRun(ParallelRun):
             raise
 
     def run_stage(self, captured: Captured, stage: Stage) -> None:
-        """ParallelRun another program from now on.
+        """Run another program from now on.
 
         Args:
             captured: what the stage is of.
@@ -335,7 +335,7 @@ class MeshRun(ParallelRun):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, optimizer: torch.optim.Optimizer | None = None,
         microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """ParallelRun a training step; arguments as of ``ParallelModule.train_step``."""
+        """Run a training step; arguments as of ``ParallelModule.train_step``."""
         if self.buckets is not None:
             (args, kwargs), _ = self.buckets.padded(args, kwargs)
         parts = parts_of_step(self, args, kwargs, microbatches)

@@ -200,7 +200,7 @@ class PipelineRun(ParallelRun):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, optimizer: torch.optim.Optimizer | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """ParallelRun a training step; arguments as of ``ParallelModule.train_step``."""
+        """Run a training step; arguments as of ``ParallelModule.train_step``."""
         self.check_trains()
         with self.all_in_step(f"train_step {self.steps}"):
             scale = grad_scaler.scale_of(scaler, self.device)
