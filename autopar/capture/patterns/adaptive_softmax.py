@@ -44,9 +44,5 @@ def _of_all_rows(self: nn.AdaptiveLogSoftmaxWithLoss, input_: torch.Tensor, targ
     return kind(output if target_.dim() else output.squeeze(0), loss)
 
 
-register(
-    Patch(
-        "adaptive softmax", "the rows of a cluster of rare classes depend on values",
-        lambda _record: mock.patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _of_all_rows),
-    )
-)  # fmt: skip
+register(Patch("adaptive softmax", "the rows of a cluster of rare classes depend on values",
+               lambda _record: mock.patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _of_all_rows)))  # fmt: skip

@@ -69,9 +69,5 @@ def _lengths(given: torch.Tensor | Iterable[int], device: torch.device) -> torch
     return given if isinstance(given, torch.Tensor) else torch.tensor([*given], device=device)
 
 
-register(
-    Handler(
-        "transcripts of CTC", "rows of labels that a mask selects have a size that depends on data",
-        lambda _record: Transcripts(), before=("packed sequences",),
-    )
-)  # fmt: skip
+register(Handler("transcripts of CTC", "rows of labels that a mask selects have a size that depends on data",
+                 lambda _record: Transcripts(), before=("packed sequences",)))  # fmt: skip

@@ -63,9 +63,5 @@ def _in_a_norm(tensor: torch.Tensor, frame: FrameType) -> bool:
     return norm is not None and norm.num_batches_tracked is tensor
 
 
-register(
-    Handler(
-        "cumulative norms", "torch reads the number of batches as a float, for the momentum of this call",
-        lambda _record: CumulativeNorms(), (torch.Tensor.__float__, functional.batch_norm),
-    )
-)  # fmt: skip
+register(Handler("cumulative norms", "torch reads the number of batches as a float, for the momentum of this call",
+                 lambda _record: CumulativeNorms(), (torch.Tensor.__float__, functional.batch_norm)))  # fmt: skip

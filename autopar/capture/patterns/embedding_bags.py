@@ -54,9 +54,5 @@ def _taken_apart(
     return sums / rows.new_zeros(offsets.shape[0]).index_add(0, at, ones)[:n].clamp(min=1).unsqueeze(1)
 
 
-register(
-    Handler(
-        "embedding bags", "torch's operator for bags can be cut along nothing",
-        lambda _record: _bags, (functional.embedding_bag,),
-    )
-)  # fmt: skip
+register(Handler("embedding bags", "torch's operator for bags can be cut along nothing",
+                 lambda _record: _bags, (functional.embedding_bag,)))  # fmt: skip

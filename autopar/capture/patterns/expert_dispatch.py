@@ -162,9 +162,6 @@ def _refused() -> CaptureError:
     )
 
 
-register(
-    Handler(
-        "expert dispatch", "the number of places that are not zero depends on data",
-        lambda _record: Dispatched(), (*FOUND, *SORTED, *SPLIT, GET), before=("one-hot sizes", "grouped rows"),
-    )
-)  # fmt: skip
+register(Handler("expert dispatch", "the number of places that are not zero depends on data",
+                 lambda _record: Dispatched(),
+                 (*FOUND, *SORTED, *SPLIT, GET), before=("one-hot sizes", "grouped rows")))  # fmt: skip

@@ -19,9 +19,5 @@ def _length(x: Sized) -> int | torch.SymInt:
     return len(x)
 
 
-register(
-    Patch(
-        "lengths of rows", "``len(rows)`` must be a number, and that of selected rows depends on data",
-        lambda record: builtin_replaced(record.module, "len", _length),
-    )
-)  # fmt: skip
+register(Patch("lengths of rows", "``len(rows)`` must be a number, and that of selected rows depends on data",
+               lambda record: builtin_replaced(record.module, "len", _length)))  # fmt: skip

@@ -96,11 +96,8 @@ def _before_the_end(ends: torch.Tensor, of_places: torch.Tensor) -> torch.Tensor
     return ends[(of_places + 1).clamp(max=last)] - torch.arange(len(of_places), device=ends.device)
 
 
-register(
-    Patch(
-        "varlen attention", "torch has a kernel for CUDA alone, and rules see nothing in its operator",
-        lambda _record: varlen_attention_in_plain_operators(), Phase.TRACE | Phase.OBSERVE | Phase.COMPARE,
-    )
-)  # fmt: skip
+register(Patch("varlen attention", "torch has a kernel for CUDA alone, and rules see nothing in its operator",
+               lambda _record: varlen_attention_in_plain_operators(),
+               Phase.TRACE | Phase.OBSERVE | Phase.COMPARE))  # fmt: skip
 
 __all__ = ["varlen_attention_in_plain_operators"]

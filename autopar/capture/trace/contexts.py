@@ -158,58 +158,38 @@ def _quiet() -> Iterator[None]:
 
 PATCHES = (
     Patch("progress", "whoever waits for a capture is notified of the traced module", lambda _: progress_reported()),
-    Patch(
-        "no export flag", "libraries take their eager path where torch does not say that it exports",
-        lambda _: mock.patch.object(torch.compiler, "is_exporting", lambda: False),
-    ),
-    Patch(
-        "no compile flag", "so they do where torch does not say that it compiles",
-        lambda _: mock.patch.object(torch.compiler, "is_compiling", lambda: False),
-    ),
+    Patch("no export flag", "libraries take their eager path where torch does not say that it exports",
+          lambda _: mock.patch.object(torch.compiler, "is_exporting", lambda: False)),
+    Patch("no compile flag", "so they do where torch does not say that it compiles",
+          lambda _: mock.patch.object(torch.compiler, "is_compiling", lambda: False)),
     Patch("constants of libraries", "transformers asks constants for their values", lambda _: _library_asks_values()),
-    Patch(
-        "lists of inputs", "``tolist()`` of a tensor without values never comes to a function mode",
-        lambda _: lists_of_inputs(),
-    ),
+    Patch("lists of inputs", "``tolist()`` of a tensor without values never comes to a function mode",
+          lambda _: lists_of_inputs()),
     Patch("checks", "``torch._check`` asks numbers that are not known yet", lambda _: checked()),
-    Patch(
-        "numbers of Python", "a program would keep the numbers that ``random`` and numpy gave its trace",
-        lambda _: drawn_by_torch(), Phase.TRACE | Phase.OBSERVE,
-    ),
-    Patch(
-        "transforms of functorch", "torch.export cannot trace through the tensors of a transform",
-        lambda _: transforms_written_out(),
-    ),
+    Patch("numbers of Python", "a program would keep the numbers that ``random`` and numpy gave its trace",
+          lambda _: drawn_by_torch(), Phase.TRACE | Phase.OBSERVE),
+    Patch("transforms of functorch", "torch.export cannot trace through the tensors of a transform",
+          lambda _: transforms_written_out()),
     Patch("experts of transformers", "their loops and sorted rows have sizes of data", lambda _: experts_by_rows()),
-    Patch(
-        "some rows", "``if rows.numel() == 0`` asks for a size that depends on data",
-        lambda _: some_rows(rows_are_asked_for),
-    ),
+    Patch("some rows", "``if rows.numel() == 0`` asks for a size that depends on data",
+          lambda _: some_rows(rows_are_asked_for)),
     Patch("strides", "parameters on meta have the strides of the model that they stand for", lambda _: with_strides()),
     Patch("hidden strings", "a trial without strings shows whether the model reads them", strings_hidden),
     Patch("modules by name", "torch's own search for a module fails at some names", lambda _: modules_found_by_name()),
-    Patch(
-        "scripted functions", "compiled code keeps from a trace which results need a gradient",
-        lambda _: scripted_functions_run_in_python(),
-    ),
-    Patch(
-        "autograd.Function", "a user's own backward stays one operator",
-        lambda record: whole_functions(record.module),
-    ),
+    Patch("scripted functions", "compiled code keeps from a trace which results need a gradient",
+          lambda _: scripted_functions_run_in_python()),
+    Patch("autograd.Function", "a user's own backward stays one operator",
+          lambda record: whole_functions(record.module)),
     Patch("checkpointed regions", "plans recompute the regions that the model does", lambda _: marked_regions()),
     Patch("gradients", "no program can call backward, or hook a grad_fn", lambda _: gradients_as_in_eager()),
     Patch("seeds", "a program has a seed of its own", lambda _: own_seeds_refused()),
-    Patch(
-        "memoized functions", "what they remember of a trace is no tensor for anybody else",
-        lambda record: memos_forgotten(record.module),
-    ),
+    Patch("memoized functions", "what they remember of a trace is no tensor for anybody else",
+          lambda record: memos_forgotten(record.module)),
     Patch("quiet", "torch logs and prints what the error says as well", lambda _: _quiet()),
     Patch("speed", "torch.export describes far more than anybody reads", lambda _: quickly()),
     Patch("modules stay", "a program cannot exchange parameters in a step", lambda _: _modules_stay()),
-    Patch(
-        "plain tensors", "what a forward writes to one, a trace writes to the tensor itself",
-        lambda record: _plain_tensors_kept(record.module),
-    ),
+    Patch("plain tensors", "what a forward writes to one, a trace writes to the tensor itself",
+          lambda record: _plain_tensors_kept(record.module)),
     Patch("parameters", "torch forgets parameters in a list or a global", parameters_noted),
     Patch(
         "buffers", "export copies back what is put in a buffer's place, of the root module alone and the wrong one "
@@ -218,7 +198,8 @@ PATCHES = (
     ),
     Patch("outputs", "dataclasses show when the model returns them; some things no program returns", _outputs_seen),
 )  # fmt: skip
-"""The core's patches, in the order in which they are entered."""
+"""The core's patches, in the order in which they are entered: ``tolist`` of "lists of inputs" is the inner one, which
+patterns may wrap."""
 
 
 def _if_plain(record: Recording) -> Handle | None:
@@ -232,15 +213,11 @@ GRADIENTS_AND_SEEDS = (
 )
 """Handlers that are asked before those of patterns."""
 HANDLERS = (
-    Handler(
-        "recurrent layers", "stages may part a stack of layers, and its dropout draws as other operators do",
-        lambda _: layer_by_layer, LAYERS,
-    ),
+    Handler("recurrent layers", "stages may part a stack of layers, and its dropout draws as other operators do",
+          lambda _: layer_by_layer, LAYERS),
     Handler("questions", "Python asks for values of tensors", lambda _: _QUESTIONS, _QUESTIONS.functions),
-    Handler(
-        "plain operators", "autograd differentiates only values that are in the trace", _if_plain, PLAIN_FORMS,
-        nested=True,
-    ),
+    Handler("plain operators", "autograd differentiates only values that are in the trace", _if_plain, PLAIN_FORMS,
+          nested=True),
 )  # fmt: skip
 """Handlers that are asked behind those of patterns."""
 
