@@ -1,14 +1,14 @@
-"""The words in which everything else speaks: what a model computes, and where its values live. None knows of a plan.
+"""The vocabulary of all other packages: the computation of a model and the layout of its values, without plans.
 
 =================== ===================================================================================================
-:mod:`.graph`       what a model computes: operators and tensors, nothing about devices
-:mod:`.precision`   in which formats of numbers a run keeps and computes; :mod:`.narrow_products`: which formats of 8
-                    and 4 bits there are for products; :mod:`.autocasting`: the autocast that is on
+:mod:`.graph`       the computation of a model: operators and tensors, nothing about devices
+:mod:`.precision`   number formats of a run; :mod:`.narrow_products`: formats of 8 and 4 bits for products;
+                    :mod:`.autocasting`: the state of ``torch.autocast``
 :mod:`.meshes`      devices in row-major order of axes that have names
-:mod:`.placements`  where the values of one tensor live on each axis of a mesh
-:mod:`.shards`      which part of a tensor each rank has, in such a state
-:mod:`.load_shares` how rows spread over routed experts
-:mod:`.labels`      names of operators, as people write them; :mod:`.texts`: meshes, bytes and seconds
-:mod:`.trees`       nested values, as models take and return them
+:mod:`.placements`  the layout of one tensor on each axis of a mesh
+:mod:`.shards`      the part of a tensor that each rank has in such a state
+:mod:`.load_shares` the share of rows of each routed expert
+:mod:`.labels`      names of operators, as people write them; :mod:`.texts`: meshes, bytes and seconds;
+                    :mod:`.trees`: nested containers of values
 =================== ===================================================================================================
 """
