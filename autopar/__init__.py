@@ -98,6 +98,9 @@ _WHERE = {
     "save_safetensors": "autopar.runtime.checkpoints.safetensors_folder",
 }  # fmt: skip
 
+_MODULES = ("elastic", "errors", "integrations", "planfile")
+"""Modules with public names of their own."""
+
 
 def _load(name: str) -> Any:
     return getattr(importlib.import_module(_WHERE[name]), name)
@@ -143,13 +146,13 @@ class _Package(types.ModuleType):
 
     def __dir__(self) -> list[str]:
         own = (name for name in vars(self) if name.startswith("__"))
-        return sorted({*own, *__all__, "elastic", "errors"})
+        return sorted({*own, *__all__, *_MODULES})
 
     def __getattr__(self, name: str) -> Any:
         if name in _WHERE:
             return _load(name)
-        if name == "elastic":
-            return importlib.import_module("autopar.elastic")
+        if name in _MODULES:
+            return importlib.import_module(f"autopar.{name}")
         raise AttributeError(f"module 'autopar' has no attribute '{name}'")
 
 

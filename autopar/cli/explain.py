@@ -246,13 +246,13 @@ def print_ops(
             console.print(f"  {len(rows) - len(cut)} more expensive ones not shown (--top {len(rows)})")
         if r["hidden"]["beside"]:
             console.print(
-                f"  Of its collectives {show_seconds(r['hidden']['seconds'])} are hidden: they pass while "
-                f"{', '.join(r['hidden']['beside'])} are computed, which need nothing of it. The rows are without that."
+                f"  {show_seconds(r['hidden']['seconds'])} of its collectives overlap with "
+                f"{', '.join(r['hidden']['beside'])}, which do not depend on it. The rows do not include this overlap."
             )
         if mine is not None and rows and rows[0] is not mine:
             console.print(
-                f"  The first would save {show_seconds(mine.seconds - rows[0].seconds)} here with its neighbours as "
-                "they are; the solver weighs the whole model and its memory. --instead prices that."
+                f"  The first row would save {show_seconds(mine.seconds - rows[0].seconds)} here with its neighbours "
+                "unchanged; the solver weighs the whole model and its memory. --instead prices that."
             )
 
 

@@ -41,7 +41,7 @@ def explain_cut(captured: Captured, replanner: Replanner, stage: str, as_json: b
     for line in why(facts):
         console.print(line, markup=False)
     console.print(
-        f"at the cut {show_bytes(stage_edge)} a microbatch arrive from earlier stages: "
+        f"transfers across the cut: {show_bytes(stage_edge)} a microbatch from earlier stages, "
         f"{show_seconds(cut['forward_seconds'])} forward, {show_seconds(cut['backward_seconds'])} backward"
     )
     for neighbour in others:

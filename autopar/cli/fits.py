@@ -175,8 +175,8 @@ def certainty(found: PricedLayout, band: ErrorBand | None) -> str:
     known = f"of {what}{where}, nine of ten were within {band.memory_90:.0%}"
     least, most = (found.memory_bytes * (1 + sign * band.memory_90) for sign in (-1, 1))
     if least <= found.limit_bytes < most:
-        return f"{known}: too near the limit to be sure"
-    return f"{known}: sure by that"
+        return f"{known}: too close to the limit to be certain"
+    return f"{known}: far enough from the limit"
 
 
 def _facts(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayout]) -> Facts:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
+from typing import Any, TypeAlias
 
 from autopar.words.texts import show_bytes, show_seconds
 
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
-
+Plan: TypeAlias = Any  # autopar.plans.plan.Plan, whose module imports this one
 MOST_ROWS = 16
 """Stages that are shown; of more, the first ones and how many follow."""
 CATEGORIES = ("parameter", "gradient", "optimizer", "gathered", "activation")

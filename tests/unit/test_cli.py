@@ -419,7 +419,9 @@ def test_shells_complete_commands() -> None:
 
 def test_the_package_lists_what_is_public() -> None:
     package = sys.modules["autopar"]
-    assert {name for name in dir(package) if not name.startswith("_")} == {*package.__all__, "elastic", "errors"}
+    assert {name for name in dir(package) if not name.startswith("_")} == {
+        *package.__all__, "elastic", "errors", "integrations", "planfile"
+    }
 
 
 def test_the_proof_is_said_in_words() -> None:

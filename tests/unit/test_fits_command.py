@@ -55,7 +55,7 @@ def test_yes_and_no() -> None:
     assert code == 0 and text.startswith("yes: dp=4,m=1 needs ") and " left; a step takes " in text
     code, text = run("--like", "dp=4,mbs=1024", "--memory-limit", "8MiB")
     assert code == 1 and text.startswith("no: dp=4,mbs=1024 needs ") and "too much" in text
-    assert "would do: dp=4,mbs=512" in text or "would do: dp=4,mbs=1024,recompute=full" in text
+    assert "fits: dp=4,mbs=512" in text or "fits: dp=4,mbs=1024,recompute=full" in text
     assert "offload to the host's memory is not supported" in text
     code, text = run("--like", "dp=4,mbs=1024", "--memory-limit", "1KiB")
     assert code == 1 and "none of the layouts near it fits" in text
@@ -82,10 +82,10 @@ def test_how_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     band = ErrorBand("autopar", "any", memory_rows=40, memory_median=0.03, memory_90=0.2)
     found = type("Found", (), {"memory_bytes": 90.0, "limit_bytes": 100.0})()
     assert fits.certainty(found, band) == (
-        "of 40 published runs of autopar, nine of ten were within 20%: too near the limit to be sure"
+        "of 40 published runs of autopar, nine of ten were within 20%: too close to the limit to be certain"
     )
     found.memory_bytes = 50.0
-    assert fits.certainty(found, band).endswith("within 20%: sure by that")
+    assert fits.certainty(found, band).endswith("within 20%: far enough from the limit")
     assert "not known" in fits.certainty(found, None)
 
 

@@ -349,7 +349,7 @@ def test_mistakes(tmp_path: Path) -> None:
         (("-o", tmp_path / "p.json", "--processes", 3), "--processes is 3; give a number from 1 to 2"),
         (("-o", tmp_path / "p.json", "--seconds", 0), "--seconds is 0.0; give a number from 0.001"),
         (("-o", tmp_path / "p.json", "--cluster", "dgx-h100"), "name a cluster of this machine's devices"),
-        (("-o", tmp_path / "p.json", "--device", "cuda"), "local-x2 has processors"),
+        (("-o", tmp_path / "p.json", "--device", "cuda"), "local-x2 has CPUs"),
     ):
         code, out, err = command("profile", model, *words)
         assert code == 2 and not out and said in " ".join(err.split()), (words, err)
@@ -365,7 +365,7 @@ def test_mistakes(tmp_path: Path) -> None:
         ("dgx-h100", "auto", "NVIDIA A100-SXM4-80GB", "here is NVIDIA A100-SXM4-80GB"),
         ("dgx-h100", "cpu", "NVIDIA H100 80GB HBM3", "2 processes on the CPU"),
         ("local-x2", "auto", "NVIDIA H100 80GB HBM3", "cpu"),
-        ("local-x2", "cuda", "NVIDIA H100 80GB HBM3", "has processors"),
+        ("local-x2", "cuda", "NVIDIA H100 80GB HBM3", "has CPUs"),
     ],
 )
 def test_a_profile_measures_the_devices_of_its_cluster(
