@@ -246,7 +246,7 @@ class Plan:
         crossings: what stages take from each other.
         seconds: of a training step, simulated.
         notes: for the reader.
-        pins: what the user asked for, so that the plan can be solved again with the same wishes.
+        pins: what the user asked for, so that the plan can be solved again with the same options.
     """
 
     fingerprint: str

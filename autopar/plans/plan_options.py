@@ -96,23 +96,23 @@ class PlanOption:
 # --- types -----------------------------------------------------------------------------------------------------------
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     """Return whether a value is a whole number that counts something."""
     return isinstance(value, int) and not isinstance(value, bool) and value <= MOST_COUNTED
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value is a positive number."""
+def is_number(value: object) -> bool:
+    """Return whether a value is a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def are_texts(value: Any) -> bool:
-    """Return whether a value is a sequence of texts."""
+def are_texts(value: object) -> bool:
+    """Return whether a value is a list of texts."""
     return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
 
 
-def is_table(value: Any) -> bool:
-    """Return whether a value is a mapping with texts as keys."""
+def is_table(value: object) -> bool:
+    """Return whether a value is a mapping."""
     return isinstance(value, Mapping)
 
 
@@ -132,11 +132,11 @@ def _is_mesh(value: Any) -> bool:
     )
 
 
-def _is_auto(value: Any) -> bool:
+def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
-def _are_counts(value: Any) -> bool:
+def _are_counts(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(is_integer(m) for m in value)
     return is_integer(value) or _is_auto(value)

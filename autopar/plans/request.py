@@ -23,7 +23,7 @@ NOTHING = "none"
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """All wishes of one call, understood.
+    """All options of one call, checked.
 
     Attributes:
         pins: those that the plan will remember.
@@ -59,15 +59,15 @@ class PlanRequest:
 
 
 Spelled = Callable[..., str]
-"""How a wish was said, for messages: of the wish's name, and of a key of its table if it is one."""
+"""The spelling of an option in messages, by its name and a key of its table."""
 
 
-def as_argument(name: str, key: Any = None) -> str:
+def as_argument(name: str, key: object = None) -> str:
     """Return an option's name as an argument: ``microbatches``, ``params['*.weight']``."""
     return name if key is None else f"{name}[{key!r}]"
 
 
-def as_option(name: str, key: Any = None) -> str:
+def as_option(name: str, key: object = None) -> str:
     """Return an option's name as one of the command: ``--microbatches``, ``--pin-param *.weight``."""
     flags = BY_NAME[name].flags
     option = flags[0 if isinstance(key, str) and name == "placements" else -1].names[0]

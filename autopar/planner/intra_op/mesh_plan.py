@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.garbage_collection import uncollected
@@ -38,7 +37,7 @@ class Earlier:
     """
 
     free: StagePlan | None = None
-    ends: dict[object, Any] = field(default_factory=dict)
+    ends: dict[object, object] = field(default_factory=dict)
 
 
 @uncollected()
@@ -109,7 +108,7 @@ def _or_keeping_all(
 
 
 def choosing(
-    setting: MeshProblem, limit: float, ends: dict[object, Any] | None = None
+    setting: MeshProblem, limit: float, ends: dict[object, object] | None = None
 ) -> tuple[StagePlan | None, float, list[StagePlan]]:
     """Return the cheapest plan within the limit when recomputing and regathering are choices of the program.
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.effort import BRIEF, EFFORT, PATIENT
@@ -61,7 +60,7 @@ class WithinMemory:
     moments: dict[Moment, int] = field(default_factory=dict)
     bound: float = float("inf")
     fewest: tuple[float, Choice] | None = None
-    ends: dict[object, Any] | None = None
+    ends: dict[object, object] | None = None
     otherwise: Callable[[], StagePlan | None] = lambda: None
     fitting: StagePlan | None = None
 

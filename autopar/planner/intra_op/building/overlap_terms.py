@@ -9,20 +9,23 @@ one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import HiddenSeconds
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.rules.lowering_helpers.overlapped_steps import any_in_parts, halves, independent_of
 from autopar.rules.notation import Rule
+from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph
 from cost_models.parameter_overlap import SLOWDOWN, Computing, ParameterSeconds
+
+Rows = Mapping[int, tuple[Sequence[tuple[Strategy, ...]], int]]
+"""By operator, the rows of its item and its place in each."""
 
 
 def overlaps(
     graph: Graph, rules: Sequence[Rule | None], fold: Fold, pricer: Pricer, microbatches: int,
-    item_of: Mapping[int, int], row_of: Mapping[int, tuple[Sequence[Any], int]],
+    item_of: Mapping[int, int], row_of: Rows,
 ) -> tuple[HiddenSeconds, ...]:  # fmt: skip
     """Return the overlaps of a problem, with the seconds of all blocks of a class.
 
@@ -52,7 +55,7 @@ def overlaps(
 def parameter_overlaps(
     graph: Graph, rules: Sequence[Rule | None], fold: Fold, pricer: Pricer, microbatches: int,
     parameters: Sequence[tuple[int, Sequence[ParameterSeconds]]], item_of: Mapping[int, int],
-    row_of: Mapping[int, tuple[Sequence[Any], int]],
+    row_of: Rows,
 ) -> tuple[HiddenSeconds, ...]:  # fmt: skip
     """Return the overlaps of collectives of parameters with computation (:mod:`cost_models.parameter_overlap`).
 
@@ -87,7 +90,7 @@ def parameter_overlaps(
 
 def _add(
     computed: dict[int, list[float]], graph: Graph, rules: Sequence[Rule | None], k: int, backward: bool, times: int,
-    pricer: Pricer, item_of: Mapping[int, int], row_of: Mapping[int, tuple[Sequence[Any], int]],
+    pricer: Pricer, item_of: Mapping[int, int], row_of: Rows,
 ) -> None:  # fmt: skip
     """Add what an operator computes to the seconds of its item, by strategy."""
     rule = rules[k]

@@ -269,7 +269,7 @@ def _at_most(engine: Any, steps: int) -> Iterator[None]:
     """
     taken = 0
 
-    def go_on(_kind: Any, _message: str, _of_solver: Any, answer: Any, _nothing: Any) -> None:
+    def go_on(_kind: object, _message: str, _of_solver: object, answer: Any, _nothing: object) -> None:
         nonlocal taken
         taken += 1
         answer.user_interrupt = taken > steps

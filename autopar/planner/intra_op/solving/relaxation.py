@@ -87,7 +87,7 @@ class Relaxation:
         self.limit(self.room)
 
     @property
-    def end(self) -> Any:
+    def end(self) -> object:
         """The basis at which the simplex method ended."""
         return self.engine.getBasis()
 
