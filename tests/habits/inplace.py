@@ -218,17 +218,10 @@ class Scatter(Tokens):
 @habit
 class ScatterAdd(Habit):
     def body(self, x: Tensor) -> Tensor:
-        out = torch.zeros(ROWS, WIDTH, dtype=x.dtype)
-        out.scatter_add_(1, (x > 0).long(), self.a(x))
-        return out + self.b(x)
-
-
-@habit
-class ScatterReduce(Habit):
-    def body(self, x: Tensor) -> Tensor:
-        out = torch.zeros(ROWS, WIDTH, dtype=x.dtype)
-        out.scatter_reduce_(1, (x > 0).long(), self.a(x), "sum")
-        return out + self.b(x)
+        added, reduced = (torch.zeros(ROWS, WIDTH, dtype=x.dtype) for _ in range(2))
+        added.scatter_add_(1, (x > 0).long(), self.a(x))
+        reduced.scatter_reduce_(1, (x < 1).long(), self.a(x), "sum")
+        return added + 2 * reduced + self.b(x)
 
 
 @habit

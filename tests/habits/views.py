@@ -24,10 +24,23 @@ class TwoFilledBuffers(Habit):
 
 
 @habit
-class WriteThroughUnsqueeze(Habit):
+class WriteThroughViews(Habit):
+    """A value is written through a view of each kind; a ``reshape`` of a contiguous tensor is one."""
+
     def body(self, x: Tensor) -> Tensor:
-        h = self.a(x)
+        h = self.a(x).contiguous()
+        h.view(ROWS, 2, HALF).flatten(1).clamp_(-0.3, 0.3)
         h.unsqueeze(0).mul_(3)
+        h.t()[0].mul_(5)
+        h.view(ROWS, 2, HALF).permute(2, 0, 1)[1:3].mul_(self.b.weight[0, 0])
+        h.as_strided((ROWS, 2), (WIDTH, 3)).mul_(2)
+        h.select(1, 3).neg_()
+        h.narrow(1, 2, 3).add_(self.b(x).narrow(1, 0, 3))
+        h.narrow(1, 5, 1).copy_(self.b(x).narrow(1, 0, 1))
+        h[0] = h[1] * 2
+        h[:, -1] = 1
+        h.transpose(0, 1)[2:4] = 0
+        h.reshape(-1)[:5].zero_()
         return h
 
 
@@ -77,23 +90,6 @@ class SiblingViews(Habit):
         front, whole = h[:, :HALF], h.view(ROWS * 2, HALF)
         front.add_(self.b(x)[:, :HALF])
         return whole.reshape(ROWS, WIDTH) * h
-
-
-@habit
-class WriteThroughTranspose(Habit):
-    def body(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        h.t()[0].mul_(5)
-        h.transpose(0, 1)[2:4] = 0
-        return h
-
-
-@habit
-class WriteThroughPermute(Habit):
-    def body(self, x: Tensor) -> Tensor:
-        h = self.a(x).view(ROWS, 2, HALF)
-        h.permute(2, 0, 1)[1:3].mul_(self.b.weight[0, 0])
-        return h.reshape(ROWS, WIDTH)
 
 
 @habit
@@ -163,42 +159,17 @@ class ChunksOfDataWritten(Tokens):
 
 
 @habit
-class UnbindWritten(Habit):
-    """Rows of a tensor without gradients are written one by one."""
+class PartsWritten(Habit):
+    """Parts and rows of tensors without gradients are written one by one."""
 
     def body(self, x: Tensor) -> Tensor:
-        scale = x.detach().clone()
-        for i, row in enumerate(scale.unbind(0)):
-            row.fill_(i + 1.0)
-        return self.a(x) * scale
-
-
-@habit
-class SplitWritten(Habit):
-    def body(self, x: Tensor) -> Tensor:
-        scale = x.detach().clone()
-        one, two = scale.split([3, 5], dim=1)
+        columns, rows = x.detach().clone(), x.detach().clone()
+        one, two = columns.split([3, 5], dim=1)
         one.zero_()
         two.add_(one.sum() + 1)
-        return self.a(x) * scale
-
-
-@habit
-class NarrowWritten(Habit):
-    def body(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        h.narrow(1, 2, 3).copy_(self.b(x).narrow(1, 0, 3))
-        return h
-
-
-@habit
-class SelectWritten(Habit):
-    def body(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        h[:, -1] = 1
-        h[0] = h[1] * 2
-        h.select(1, 3).neg_()
-        return h
+        for i, row in enumerate(rows.unbind(0)):
+            row.fill_(i + 1.0)
+        return self.a(x) * (columns + rows)
 
 
 @habit
@@ -228,14 +199,6 @@ class AsStridedRead(Habit):
         h = self.a(x).contiguous()
         windows = h.as_strided((ROWS, 3, HALF), (WIDTH, 2, 1))
         return self.b(h) + windows.sum((1, 2))[:, None]
-
-
-@habit
-class AsStridedWritten(Habit):
-    def body(self, x: Tensor) -> Tensor:
-        h = self.a(x).contiguous()
-        h.as_strided((ROWS, 2), (WIDTH, 3)).mul_(2)
-        return h
 
 
 @habit
@@ -318,16 +281,6 @@ class RotaryByComplex(Habit):
 
 
 @habit
-class ReshapeThatViews(Habit):
-    """``reshape`` of a contiguous tensor is a view: a write to it is a write to its source."""
-
-    def body(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        h.reshape(-1)[:5].zero_()
-        return h
-
-
-@habit
 class ReshapeThatCopies(Habit):
     """``reshape`` of a transpose is a copy: a write to it is lost in eager mode too."""
 
@@ -348,14 +301,6 @@ class ContiguousThatCopies(Habit):
         other.mul_(3)
         same.add_(1)
         return h + other.t()
-
-
-@habit
-class FlattenWritten(Habit):
-    def body(self, x: Tensor) -> Tensor:
-        h = self.a(x).view(ROWS, 2, HALF)
-        h.flatten(1).clamp_(-0.3, 0.3)
-        return h.squeeze(0).reshape(ROWS, WIDTH)
 
 
 @habit

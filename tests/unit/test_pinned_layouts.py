@@ -308,7 +308,8 @@ def test_what_axes_cut_in_words() -> None:
     found = priced(mixtral, 1, "dp=4,ep=2,m=1")
     of_experts = axis_shares(found.captured.graph, found.plan)["expert=2"]
     assert set(of_experts) == {"experts", "the batch"}
-    assert axes_in_words({"data=4": {"features": 0.9, "nothing": 0.1}}) == "data=4 shards features (90%), 10% replicated"
+    words = axes_in_words({"data=4": {"features": 0.9, "nothing": 0.1}})
+    assert words == "data=4 shards features (90%), 10% replicated"
 
 
 def test_what_context_parallelism_would_leave_to_every_rank_is_refused() -> None:

@@ -23,21 +23,19 @@ SHOWN = ("LayerDropByTorch", "StatisticsOfWhatRan")
 
 RESEMBLE = {
     "RunningMean", "RunningMeanByData", "RunningMeanByCopy", "RunningMeanAssignedAfterAnEmptyBuffer",
-    "WriteThroughTranspose", "WriteThroughPermute", "WriteThroughUnsqueeze", "MaskFilledThroughTranspose",
-    "SplitWritten", "UnbindWritten", "NarrowWritten", "SelectWritten", "FlattenWritten", "ChunkThenInPlace",
-    "ReshapeThatViews", "CopyWithCastAndBroadcast", "UniformInPlace", "IntegerDivision", "IntegerArithmetic",
-    "FusedInPlace", "ShiftedInPlace", "AddTwice", "DetachedInPlace", "SiblingViews", "NamedTupleOutput",
-    "OrderedDictOutput", "DictOutput", "Activations", "SharedUnderTwoNames", "EmptyCatOfLike", "NumpyNoise",
-    "Scatter", "ScatterAdd", "IndexAdd", "NoGradDecorator", "SetGradEnabled", "EnableGradInside",
+    "MaskFilledThroughTranspose", "ChunkThenInPlace", "CopyWithCastAndBroadcast", "UniformInPlace",
+    "IntegerDivision", "IntegerArithmetic", "FusedInPlace", "ShiftedInPlace", "AddTwice", "DetachedInPlace",
+    "SiblingViews", "NamedTupleOutput", "OrderedDictOutput", "DictOutput", "Activations", "SharedUnderTwoNames",
+    "EmptyCatOfLike", "NumpyNoise", "Scatter", "IndexAdd", "NoGradDecorator", "SetGradEnabled", "EnableGradInside",
     "CheckpointedSequence", "CheckpointedReentrant", "SlidingWindow", "Recurrence", "LeftPadding", "LastToken",
     "OldSpectralNorm", "EinsumAndOuter", "SinusoidTable", "RepeatAndTile", "RollAndFlip", "FrozenFirstLayer",
     "LearnedCodebook", "BatchNormTwice", "NegativeDimsAndEllipsis", "ReorderedList", "AsStridedRead",
     "CumulativeInPlace", "ChunksOfDataWritten", "GradientPenaltyFree", "PaddedConvolution", "UnfoldRead",
     "ActivationModules", "NanToNum", "WhereGuard", "MeanPooled", "BranchOnPadding", "GatedLoss", "BinarySign",
     "StepSliceWritten", "DiagonalFilled", "CastThenInPlace", "RowMaskWrite", "HardGumbel", "ViewOfViewWritten",
-    "AsStridedWritten", "TwoFilledBuffers", "InstanceNormWithStatistics", "SameExpressionTwice", "SkewedScores",
-    "RetainGrad", "PositionBuffer", "ToThatReturnsItself", "DataWritten", "FlattenedParameters",
-    "OutArgument", "DropoutInPlace", "BoolAndNone", "ThroughIndexing", "StackOfList", "WhileLoop", "TopKMask",
+    "TwoFilledBuffers", "InstanceNormWithStatistics", "SameExpressionTwice", "SkewedScores", "RetainGrad",
+    "PositionBuffer", "ToThatReturnsItself", "DataWritten", "FlattenedParameters", "OutArgument", "DropoutInPlace",
+    "BoolAndNone", "ThroughIndexing", "StackOfList", "WhileLoop", "TopKMask",
 }  # fmt: skip
 """Others of their kind are tried every time: another way to write a view or a buffer, another container or mask."""
 
