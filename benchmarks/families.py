@@ -160,7 +160,7 @@ def table(records: Iterable[Mapping[str, Any]], families: Iterable[str] = ()) ->
     rows = sorted(records, key=lambda record: record["family"])
     waiting = sorted({*families} - {row["family"] for row in rows})
     ends = ["", "## Not run yet", "", f"{len(waiting)} families: {', '.join(waiting)}."] if waiting else []
-    return "\n".join([_HEAD, *_summary(rows), "", *_passes(rows), "", *_failures(rows), "", *_rows(rows), *ends, ""])
+    return "\n".join([_HEAD, *_summary(rows), *_passes(rows), "", *_failures(rows), "", *_rows(rows), *ends, ""])
 
 
 _HEAD = """# The zoo: what is made of families of models
@@ -201,19 +201,19 @@ def _summary(rows: list[Mapping[str, Any]]) -> list[str]:
 
 def _passes(rows: list[Mapping[str, Any]]) -> list[str]:
     """How many families each pass of capture changed something in, and which."""
-    families: dict[str, list[str]] = {}
     known = [row for row in rows if "passes" in row["steps"].get("captured", {})]
+    families: dict[str, list[str]] = {}
     for row in known:
         for name in row["steps"]["captured"]["passes"]:
             families.setdefault(name, []).append(row["family"])
     lines = [
-        PASSES, "", f"In how many of {len(known)} families a pass of capture (`autopar inspect --passes`) changes "
+        "", PASSES, "", f"In how many of {len(known)} families a pass of capture (`autopar inspect --passes`) changes "
         "something.", "", "| pass | families | which |", "|---|---|---|",
     ]  # fmt: skip
     every = {", ".join(row["family"] for row in known): "all"}
     for name, which in sorted(families.items(), key=lambda item: -len(item[1])):
         lines.append(f"| {name} | {len(which)} | {every.get(', '.join(which), ', '.join(which))} |")
-    return lines
+    return lines if known else []
 
 
 def _failures(rows: list[Mapping[str, Any]]) -> list[str]:

@@ -162,10 +162,9 @@ def captured_in_parts(
     each = n * ranks // parts
     first: Any = None
     failure: CaptureError | None = None
-    if n * ranks % parts:
-        first_part(as_whole(example, ranks, without), parts, without)  # refuses it
+    batch = example_of_part(without)  # refuses rows that do not divide
     try:
-        first = part(without)
+        first = take(batch)
     except CaptureError as error:
         failure = error
     if first is not None and each > 1:
@@ -175,16 +174,12 @@ def captured_in_parts(
             return decided(first, found, without)
     try:
         at_once = take(example) if at_once is None else at_once
-    except CaptureError:
-        if failure is not None:
-            raise failure from None
-        raise
+    except CaptureError as error:
+        raise failure or error from None
     found = inputs_with_rows(at_once.graph, n, numbers_in(at_once))
-    given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
-    if given and ranks > 1:
-        raise CaptureError(_refusal(at_once, given[0], f"each of {ranks} ranks has {n} rows of its own"))
-    if given:
-        raise CaptureError(_refusal(at_once, given[0], f"a microbatch has {each} of the {n} rows"))
+    of_ranks, of_parts = f"each of {ranks} ranks has {n} rows of its own", f"a microbatch has {each} of the {n} rows"
+    if why := _why_not_in_parts(at_once, found, of_ranks if ranks > 1 else of_parts):
+        raise CaptureError(why)
     whole = without | _as_spelt(_without_rows(at_once, found, n), signature)
     if first is None or whole != without:
         if failure is not None and whole == without:
@@ -192,12 +187,30 @@ def captured_in_parts(
         first = part(whole)
     if parts == 1:
         return decided(first, None, whole)
-    scaling = _scaling(at_once, first, n, each)
+    found = _found_in_parts(first, at_once, found, whole, (n, each), example_of_part(whole), take)
+    return decided(first, found, whole)
+
+
+def _found_in_parts(
+    first: Any, at_once: Any, found: FollowedRows, whole: frozenset[str], rows: tuple[int, int], batch: PyTree,
+    take: Callable[[PyTree], Any],
+) -> FollowedRows:  # fmt: skip
+    """Follow the rows of a microbatch, whose numbers scale as a comparison with the batch or another part shows.
+
+    ``rows`` are those of the batch and of the microbatch, which is the call ``batch``.
+    """
+    scaling = _scaling(at_once, first, *rows)
     if scaling is None:
-        scaling = _scaling_nearby(first, example_of_part(whole), take, whole)
-    if each > 1 or _operators(first.graph) != _operators(at_once.graph):
-        return decided(first, followed(first.graph, _rows_among(first, whole), scaling, numbers_in(first)), whole)
-    return decided(first, followed(at_once.graph, found.rows, scaling, numbers_in(at_once)), whole)
+        scaling = _scaling_nearby(first, batch, take, whole)
+    if rows[1] > 1 or _operators(first.graph) != _operators(at_once.graph):
+        return followed(first.graph, _rows_among(first, whole), scaling, numbers_in(first))
+    return followed(at_once.graph, found.rows, scaling, numbers_in(at_once))
+
+
+def _why_not_in_parts(captured: Any, found: FollowedRows, part: str) -> str:
+    """Return why the rows cannot be taken apart, by what an input means; empty where they can."""
+    given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
+    return _refusal(captured, given[0], part) if given else ""
 
 
 def names_of(captured: Any) -> list[str]:
@@ -224,9 +237,7 @@ def refused_rows(captured: Any, rows: int, part: str) -> str:
     An input may count rows, or may be as long as rows without having any. ``part`` is the end of the message: what they
     are to be taken apart for.
     """
-    found = inputs_with_rows(captured.graph, rows, numbers_in(captured))
-    given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
-    return _refusal(captured, given[0], part) if given else ""
+    return _why_not_in_parts(captured, inputs_with_rows(captured.graph, rows, numbers_in(captured)), part)
 
 
 def is_at_once(captured: Any) -> bool:
@@ -244,8 +255,7 @@ def decided_for_steps(captured: Any) -> tuple[str, InParts | None]:
     if "for_steps" not in derived:
         rows = next((node.out.shape[0] for node in _leaf_nodes(captured) if node.out.shape), 0)
         found = inputs_with_rows(captured.graph, rows, numbers_in(captured))
-        given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
-        why = _refusal(captured, given[0], "a microbatch has a part of the rows") if given else ""
+        why = _why_not_in_parts(captured, found, "a microbatch has a part of the rows")
         whole = no_rows_in(captured) | frozenset(_without_rows(captured, found, rows))
         decided = InParts(whole, _operators(captured.graph), found)
         is_as_it_is = with_totals(captured.graph, found)[1] is None and not found.open_literals

@@ -7,7 +7,7 @@ line. What runs is always captured, so a graph that is not what was expected is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -184,45 +184,32 @@ def resized(a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> Graph:
     """
     share = Fraction(rows - rows_a, rows_b - rows_a)
 
-    def value(x: Any, y: Any) -> Any:
-        if type(x) is not type(y):
-            raise NotLinear(f"{x!r} and {y!r}")
-        if isinstance(x, int) and not isinstance(x, bool) and x != y:
-            on_the_line = x + (y - x) * share
-            if on_the_line.denominator != 1:
-                raise NotLinear(f"{x} and {y}")
-            return int(on_the_line)
-        if isinstance(x, (tuple, list)):
-            if len(x) != len(y):
-                raise NotLinear(f"{x!r} and {y!r}")
-            return type(x)(value(p, q) for p, q in zip(x, y, strict=True))
-        if isinstance(x, Mapping):
-            if list(x) != list(y):
-                raise NotLinear(f"{x!r} and {y!r}")
-            return {k: value(x[k], y[k]) for k in x}
-        if x != y:
-            raise NotLinear(f"{x!r} and {y!r}")
-        return x
-
-    def spec(x: Spec | None, y: Spec | None) -> Spec | None:
-        if x is None or y is None or x.dtype != y.dtype:
-            if x is not y:
-                raise NotLinear(f"{x} and {y}")
-            return None
-        return x if x == y else Spec(value(x.shape, y.shape), x.dtype)
-
     def node(x: Node, y: Node) -> Node:
         if (x.name, x.kind, x.target, x.needs_grad, x.hot) != (y.name, y.kind, y.target, y.needs_grad, y.hot):
             raise NotLinear(f"{x.name} and {y.name}")
-        if len(x.outs) != len(y.outs):
-            raise NotLinear(f"outputs of {x.name}")
-        outs = tuple(spec(p, q) for p, q in zip(x.outs, y.outs, strict=True))
-        return replace(x, args=value(x.args, y.args), kwargs=value(x.kwargs, y.kwargs), outs=outs)
+        args, kwargs, outs = _on_line((x.args, x.kwargs, x.outs), (y.args, y.kwargs, y.outs), share)
+        return replace(x, args=args, kwargs=kwargs, outs=outs)
 
     if len(a.nodes) != len(b.nodes) or a.loss != b.loss or a.tied != b.tied or a.updates != b.updates:
         raise NotLinear("nodes")
     nodes = tuple(node(x, y) for x, y in zip(a.nodes, b.nodes, strict=True))
-    return replace(a, nodes=nodes, outputs=value(a.outputs, b.outputs))
+    return replace(a, nodes=nodes, outputs=_on_line(a.outputs, b.outputs, share))
+
+
+def _on_line(x: PyTree, y: PyTree, share: Fraction) -> PyTree:
+    """Return the value at a share of the way from one value to another, integer by integer."""
+    if type(x) is type(y):
+        if isinstance(x, Spec) and x.dtype == y.dtype:
+            return x if x == y else Spec(_on_line(x.shape, y.shape, share), x.dtype)
+        if isinstance(x, (tuple, list)) and not isinstance(x, Spec) and len(x) == len(y):
+            return type(x)(_on_line(p, q, share) for p, q in zip(x, y, strict=True))
+        if isinstance(x, dict) and list(x) == list(y):
+            return {k: _on_line(x[k], y[k], share) for k in x}
+        if x == y:
+            return x
+        if isinstance(x, int) and not isinstance(x, bool) and (between := x + (y - x) * share).denominator == 1:
+            return int(between)
+    raise NotLinear(f"{x!r} and {y!r}")
 
 
 __all__ = [

@@ -138,10 +138,6 @@ def _transposed(call: _Call) -> Form | None:
     return call.permuted(order)
 
 
-def _permuted(call: _Call) -> Form | None:
-    return call.permuted([d % call.rank for d in call.args[1]])
-
-
 def _moved(call: _Call) -> Form:
     sources, places = ([d % call.rank for d in ([x] if isinstance(x, int) else x)] for x in call.args[1:3])
     rest = iter(d for d in range(call.rank) if d not in sources)
@@ -177,31 +173,23 @@ def _joined(call: _Call) -> Form:
     return call.target.replace("concat", "cat"), (list(call.args[0]), d), {}
 
 
-def _histogram(call: _Call) -> Form:
-    return (call.target if _dtype(call.first).is_floating_point else HISTC_OF_INTEGERS), call.args, call.kwargs
-
-
-def _dropped_out(call: _Call) -> Form | None:
-    return None if not call.args[2] or call.args[1] == 0 else (call.target, call.args, call.kwargs)
-
-
-def _attention(call: _Call) -> Form:
-    return call.target, call.args[:3] if len(call.args) == 4 and call.args[3] is None else call.args, call.kwargs
-
-
 _SPELLINGS: dict[str, Callable[[_Call], Form | None]] = {
     **dict.fromkeys((*_VIEWS, *_EXPANDS), _shaped), **dict.fromkeys(_CASTS, _cast), **dict.fromkeys(_FULLS, _full),
     **dict.fromkeys(("aten.arange.default", "aten.arange.start", "aten.arange.start_step"), _arange),
     **dict.fromkeys(("aten.transpose.int", "aten.t.default", "aten.numpy_T.default", "aten.swapaxes.default",
                      "aten.mT.default"), _transposed),
-    "aten.permute.default": _permuted,
+    "aten.permute.default": lambda call: call.permuted([d % call.rank for d in call.args[1]]),
     **dict.fromkeys(("aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int"), _moved),
     **dict.fromkeys(("aten.slice.Tensor", "aten.narrow.default"), _sliced),
     **dict.fromkeys(("aten.chunk.default", "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default"),
                     _split),
     **dict.fromkeys(("aten.select.int", "aten.unbind.int"), _selected),
     **dict.fromkeys(("aten.cat.default", "aten.concat.default", "aten.stack.default"), _joined),
-    "aten.histc.default": _histogram, **dict.fromkeys(DROPOUTS, _dropped_out),
-    "aten.scaled_dot_product_attention.default": _attention,
+    "aten.histc.default": lambda call: (
+        call.target if _dtype(call.first).is_floating_point else HISTC_OF_INTEGERS, call.args, call.kwargs),
+    **dict.fromkeys(DROPOUTS, lambda call: (
+        None if not call.args[2] or call.args[1] == 0 else (call.target, call.args, call.kwargs))),
+    "aten.scaled_dot_product_attention.default": lambda call: (
+        call.target, call.args[:3] if len(call.args) == 4 and call.args[3] is None else call.args, call.kwargs),
 }  # fmt: skip
 """How each operator is spelt that has several spellings."""

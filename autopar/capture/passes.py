@@ -179,11 +179,6 @@ def skipping(names: Collection[str]) -> Iterator[None]:
         _SKIPPED.reset(token)
 
 
-def names_of(phase: str) -> set[str]:
-    """Return the names of the passes of a phase."""
-    return {p.name for p in passes() if p.phase == phase}
-
-
 def _check_names(names: Collection[str]) -> None:
     known = [p.name for p in passes()]
     for name in names:
