@@ -79,7 +79,7 @@ def which_shard(axis: str) -> Any:
 
 
 def cuts_on(axes: Axes) -> tuple[tuple[int, int], ...]:
-    """``(size, unit)`` of axes that cut a dim: :func:`~autopar.words.shards.nested_piece_of` takes them."""
+    """``(size, unit)`` of axes that cut a dim: :func:`~autopar.words.shards.nested_shard_of` takes them."""
     return tuple(map(size_and_unit, axes))
 
 
@@ -109,7 +109,7 @@ def first_of(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
 
 def _pieces(n: int, axes: Axes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """First elements and lengths of all pieces into which ``axes`` cut ``n`` elements, int64 [pieces], the first axis
-    the major one; as :func:`~autopar.words.shards.piece_of` has them.
+    the major one; as :func:`~autopar.words.shards.shard_of` has them.
 
     They are computed on the device: numbers from the host would have to be copied, which it waits for.
     """
