@@ -86,7 +86,7 @@ def test_a_mean_over_rows_is_the_same_in_double_precision(name: str) -> None:
 def test_double_precision_explains_less() -> None:
     """Weights that take no gradient may be in single precision, as shares of rows mostly are."""
     said = _said(lambda out, labels: F.cross_entropy(out, labels.clamp(min=0)) + 1e-4 * _balance(out), torch.float64)
-    whole, mean = re.findall(r"(\d\.\d+) (?:at once|as the mean)", said)
+    whole, mean = re.findall(r"(\d\.\d+) (?:for the whole batch|as the mean)", said)
     assert whole != mean
 
 

@@ -221,7 +221,7 @@ def test_words() -> None:
         ("params=float32,master=bfloat16", "masters are float32, or like params"),
         ("moments=float16", "give moments='float32', 'bfloat16'"),
         ("stochastic_rounding=true", "give moments='bfloat16', or leave it out"),
-        ("params=own,moments=bfloat16", "so moments=bfloat16 cannot be"),
+        ("params=own,moments=bfloat16", "so moments=bfloat16 is not possible"),
         ("stochastic_rounding=perhaps", "give bf16-mixed"),
     ],
 )  # fmt: skip
