@@ -222,7 +222,7 @@ def one_rank(code: str) -> str:
 ONE_RANK = """
 import models
 model, inputs = models.make()
-pm = autopar.parallelize(model, 1, inputs)
+pm, model = autopar.parallelize(model, 1, inputs), models.make()[0]
 """
 
 
