@@ -82,7 +82,7 @@ def which_shard(axis: str) -> Any:
 
 
 def cuts_on(axes: Axes) -> tuple[tuple[int, int], ...]:
-    """Return ``(size, unit)`` of axes that cut a dim, for :func:`~autopar.words.shards.nested_piece_of`."""
+    """Return ``(size, unit)`` of axes that cut a dim, for :func:`~autopar.words.shards.nested_shard_of`."""
     return tuple(map(size_and_unit, axes))
 
 
@@ -113,7 +113,7 @@ def first_of(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
 def _pieces(n: int, axes: Axes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first elements and the lengths of all shards of ``n`` elements cut by ``axes``, int64 [shards].
 
-    The first axis is the major one, as in :func:`~autopar.words.shards.piece_of`. They are computed on the device,
+    The first axis is the major one, as in :func:`~autopar.words.shards.shard_of`. They are computed on the device,
     since a copy from the host would be waited for.
     """
     starts = torch.zeros(1, dtype=torch.int64, device=device)
