@@ -333,7 +333,7 @@ def against_eager(
     ]
 
 
-def verify(
+def verify(  # noqa: PLR0913  (a comparison has two sides and their options)
     captured: Captured,
     model: torch.nn.Module,
     args: Sequence[PyTree],

@@ -326,7 +326,8 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
 def recomputed_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> float:
     """Return the seconds per step of recomputed forwards and gathers, which the rows of ops do not include."""
     rules, chosen = rules_of(graph), _chosen(graph, plan)
-    again = sum(recompute_seconds(graph, rules, priced, chosen, plan.reshard_paths, _again(graph, plan, chosen, priced)))
+    recomputed = _again(graph, plan, chosen, priced)
+    again = sum(recompute_seconds(graph, rules, priced, chosen, plan.reshard_paths, recomputed))
     return plan.microbatches * again - sum(waited_seconds(graph, plan, priced).values())
 
 

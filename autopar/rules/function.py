@@ -205,7 +205,6 @@ def _no_module_hooks() -> Iterator[None]:
 
 def on_zeros(run: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]], leaves: Sequence[Any]) -> Any:
     """Call ``run(leaves)`` with zeros on the CPU in place of tensors without values."""
-
     with DisableTorchFunction(), no_dispatch_modes(), unset_fake_temporarily(), torch.enable_grad():
         real = [
             torch.zeros(tuple(x.shape), dtype=x.dtype).requires_grad_(x.requires_grad)

@@ -49,6 +49,7 @@ class Call:
 
     @property
     def out(self) -> Spec:
+        """The first output, which exists."""
         spec = self.outs[0]
         assert spec is not None
         return spec

@@ -16,7 +16,7 @@ BATCH_NAMES = ("b", "s", "t", "u", "w", "x", "y", "z", *(f"{n}2" for n in "bstuw
 _TOKEN = re.compile(r"\s*(->|\.\.\.|[A-Za-z_][A-Za-z_0-9]*|[(),1])")
 
 
-def parse_terms(text: str) -> tuple[list[list[Dim]], list[list[Dim]]]:
+def parse_terms(text: str) -> tuple[list[list[Dim]], list[list[Dim]]]:  # noqa: C901  (a parser)
     """Parse ``"a b, (c d) -> a c"`` into dims of inputs and outputs; ``...`` is the dim ``("...",)``.
 
     Raises:

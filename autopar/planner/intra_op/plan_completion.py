@@ -153,7 +153,7 @@ def needs(
     return made_as, wanted, out_states
 
 
-def complete(
+def complete(  # noqa: PLR0913  (all that a solver decided)
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, decided: Mapping[int, Strategy],
     params: Mapping[int, ParamChoice], outputs: Mapping[int, State], *, inputs: Mapping[str, State] | None = None,
     buffers: Mapping[str, State] | None = None, optimizer: str = "adamw", microbatches: int = 1, in_flight: int = 1,
@@ -242,7 +242,7 @@ def that_can_be(
     return in_order(can)
 
 
-def _price(
+def _price(  # noqa: PLR0913  (the terms of a price)
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
     owned: Mapping[int, ParamChoice], moved_seconds: float, optimizer: str, microbatches: int,
     in_flight: int, reshard_paths: ReshardPaths, holds: Ledger, made_as: Mapping[Ref, State],

@@ -76,6 +76,7 @@ _GQA = (T((2, 8, 4, 4)), T((2, 4, 4, 4)), T((2, 4, 4, 4)))
     ],
 )
 def attention(call: Call) -> Rule:
+    """Make the rule of ``aten.scaled_dot_product_attention``."""
     causal = bool(call.arg(5, "is_causal", False))
     dropout_p = call.arg(4, "dropout_p", 0.0)
     mask = call.arg(3, "attn_mask")

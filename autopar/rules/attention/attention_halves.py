@@ -35,12 +35,13 @@ def message_of_halves(*halves: torch.Tensor) -> torch.Tensor:
 
 
 def add_to(message: torch.Tensor, *tensors: torch.Tensor) -> None:
+    """Add tensors to the parts of a message that :func:`as_message` wrote."""
     for part, x in zip(parts_of(message, [x.shape for x in tensors]), tensors, strict=True):
         part += x
 
 
 def parts_of(message: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """Views of a message [n] as what :func:`as_message` wrote into it."""
+    """View a message [n] as the tensors that :func:`as_message` wrote into it."""
     parts = message.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -25,8 +25,7 @@ LIKE_CPU = ("cpu", "meta")
 
 
 class Dropping(NamedTuple):
-    """Dropout of the probabilities: what sets those to zero that are dropped, and what the others are multiplied with.
-    """
+    """Dropout of the probabilities: the function that zeroes dropped ones, and the factor of the others."""
 
     drop: Callable[[torch.Tensor], torch.Tensor]
     unscaled: float

@@ -21,6 +21,7 @@ class Stretch(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The position after the last one."""
         return self.start + self.length
 
 

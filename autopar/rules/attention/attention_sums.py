@@ -38,6 +38,7 @@ class SumOfParts:
         self._places = PlacesWithValues() if so_far is None else PlacesWithValues(self._all)
 
     def add(self, places: slice, part: torch.Tensor) -> None:
+        """Add a part at ``places``."""
         new = self._places.first_time(places)
         if self._total is None:
             if places == self._all:  # the first one is the sum itself
@@ -106,6 +107,7 @@ class AttentionSoFar:
 
 
 def precision_of_sums(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which parts are summed: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

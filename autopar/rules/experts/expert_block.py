@@ -235,6 +235,7 @@ _GATED = Body(
     ],
 )  # fmt: skip
 def expert_block(call: Call) -> Rule:
+    """Make the rule of a block of experts from its program."""
     program = body_of(call.args[1])
     weight = program.roles.index(EXPERT)
     experts = call.ins[weight].shape[0]

@@ -251,6 +251,7 @@ def most_rows(call: Call, name: str, n_experts: int) -> Callable[[Mapping[str, i
     ],
 )  # fmt: skip
 def expert_linear(call: Call) -> Rule:
+    """Make the rule of a product of each row with its expert's matrix."""
     made = line("s k, e k n, s -> s n", call, linear=[{0}, {1}], saves=(0, 1, 2), kind="matmul")
     lowering = Lowering(own_experts, frozenset("e"), uneven=True, most_work=most_rows(call, "e", made.sizes["e"]))
     return replace(made, flops=2.0 / max(made.sizes["e"], 1), lowerings=(lowering,), gemm=("s", "n", "k", "e"))

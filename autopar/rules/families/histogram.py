@@ -29,7 +29,7 @@ _library.impl("histc_of_integers", lambda numbers, bins=100, *_: numbers.new_emp
 @rule("aten.histc.default", samples=[sample(T((24,), high=4.0, grad=False), 4, 0, 4), sample(T((8,), grad=False), 4)])
 @rule(HISTC_OF_INTEGERS, samples=[sample(T((24,), "int64", 4), 4, 0, 4), sample(T((8,), "int64", 4), 4)])
 def histc(call: Call) -> Rule:
-    """Counts of the pieces add up, unless the range is that of the values."""
+    """Make the rule of ``histc``: counts of shards are pending sums, unless the range is that of the values."""
     sizes, term = named(call.ins[0].shape)
     low, high = call.arg(2, "min", 0), call.arg(3, "max", 0)
     whole = frozenset({"bins", *(sizes if low == high else ())})

@@ -92,7 +92,7 @@ def _dense(shape: Sequence[int], order: Sequence[int]) -> list[int]:
 # --- what a call draws -----------------------------------------------------------------------------------------------
 
 
-def whole_draw(node: Node, spec_of: Callable[[Ref], Spec]) -> WholeDraw | None:
+def whole_draw(node: Node, spec_of: Callable[[Ref], Spec]) -> WholeDraw | None:  # noqa: C901  (a case for each random operator)
     """Return what eager mode draws for a random operator; None where it draws nothing.
 
     Raises:

@@ -114,7 +114,8 @@ class Batch:
         self, captured: Captured, signature: inspect.Signature, device: torch.device,
         pieces: Mapping[str, Shape] | None = None,
     ) -> None:  # fmt: skip
-        """
+        """Initialize the object.
+
         Args:
             pieces: shapes of this rank's pieces of the inputs that may be passed so, by name.
         """

@@ -81,6 +81,7 @@ class Shown(str):
 
 
 def leaf_name(path: Sequence[Any]) -> str:
+    """Return the name of a leaf of a call, such as ``args[0]``, for messages."""
     kind, *rest = path
     text = pytree.keystr(tuple(rest))
     is_args = getattr(kind, "idx", 0) == 0
@@ -90,6 +91,7 @@ def leaf_name(path: Sequence[Any]) -> str:
 
 
 def describe(value: Any) -> str:
+    """Describe a value for messages."""
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return f"{value!r} of type {type(value).__name__}"

@@ -97,7 +97,8 @@ class RowsInStages(RowsOfRanks):
         return output.narrow(0, sum(self.counts[: self.place]), self.counts[self.place])
 
     def refuse_gradients(self, tensors: Mapping[str, torch.Tensor], shown: Mapping[str, str]) -> None:
-        """
+        """Refuse inputs that want gradients.
+
         Raises:
             RunError: an input wants a gradient, of which each rank would have another part.
         """

@@ -139,6 +139,7 @@ class Unread(torch.Tensor):
     def __new__(
         cls, local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh, meet: Callable[[], None]
     ) -> Unread:
+        """Make the output around this rank's shard, without communication."""
         unread = make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
         unread._local, unread._state, unread._mesh, unread._meet, unread._plain = local, state, device_mesh, meet, None
         return unread  # type: ignore[no-any-return]

@@ -55,6 +55,7 @@ class Outline(NamedTuple):
 
     @property
     def checksum(self) -> int:
+        """A checksum of the description."""
         return zlib.crc32(repr(self).encode())
 
     def values(self, bits: Sequence[int], sums: Sequence[float]) -> Values:
@@ -125,6 +126,7 @@ class Seen:
 
     @property
     def form(self) -> Outline:
+        """The description of the numbers."""
         return Outline(tuple(self.inputs), tuple(self.copies), tuple(self.near))
 
     def arriving(

@@ -154,6 +154,7 @@ class _Together(torch.autograd.Function):
         ctx: Any, mine: torch.Tensor, counts: Sequence[int], place: int, group: dist.ProcessGroup | None,
         order: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
+        """Concatenate the rows of all ranks from this rank's."""
         ctx.start, ctx.rows = sum(counts[:place]), counts[place]
         most, ranks = max(counts), dist.get_world_size(group)
         padded = mine.new_zeros((most, *mine.shape[1:]))
@@ -166,6 +167,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Return the part of the gradient for this rank's rows."""
         return grad.narrow(0, ctx.start, ctx.rows), None, None, None, None
 
 
@@ -177,6 +179,7 @@ class OwnOfUneven(torch.autograd.Function):
         ctx: Any, value: torch.Tensor, state: State, shape: tuple[int, ...], device_mesh: DeviceMesh,
         counts: Sequence[int], place: int,
     ) -> torch.Tensor:  # fmt: skip
+        """Return this rank's rows of the whole."""
         ctx.state, ctx.shape, ctx.device_mesh = state, shape, device_mesh
         ctx.start, ctx.rows, ctx.share = sum(counts[:place]), counts[place], counts[place] / max(1, sum(counts))
         whole = as_dtensor(value, state, shape, device_mesh).full_tensor()
@@ -184,6 +187,7 @@ class OwnOfUneven(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Place the gradient of this rank's rows in the whole's, scaled by its share."""
         placed = grad.new_zeros(ctx.shape)
         placed.narrow(0, ctx.start, ctx.rows).copy_(grad * ctx.share)
         pending = [Partial()] * ctx.device_mesh.ndim

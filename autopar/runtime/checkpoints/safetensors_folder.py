@@ -197,8 +197,8 @@ def _senders(pm: ParallelRun, stored: Mapping[str, torch.Tensor], group: dist.Pr
 
 
 def _at_first(
-    pm: ParallelRun, value: torch.Tensor | None, spec: tuple[tuple[int, ...], torch.dtype], sender: int, group: dist.ProcessGroup,
-    first: int,
+    pm: ParallelRun, value: torch.Tensor | None, spec: tuple[tuple[int, ...], torch.dtype], sender: int,
+    group: dist.ProcessGroup, first: int,
 ) -> torch.Tensor | None:  # fmt: skip
     """Gather a whole tensor on the first rank, None elsewhere; those that have a part of it call this together."""
     me, whole = dist.get_rank(), None

@@ -51,7 +51,8 @@ class Saving:
         self, folder: Path, step: int, ranks: Sequence[int], rank: int, shards: ShardsToWrite,
         ends: Callable[[Mapping[str, Sum]], None], fails: Callable[[Path], None], cause: Callable[[BaseException], str],
     ) -> None:  # fmt: skip
-        """
+        """Initialize the object.
+
         Args:
             rank: this one's place among ``ranks``.
             ends: gives the save its name, when all is written; called on the first rank with the sums of all files.

@@ -109,7 +109,8 @@ class Gradients:
         self, held_params: Mapping[str, HeldParam], schedule: GatherOrder,
         dtype: Callable[[], torch.dtype | None] = lambda: None,
     ) -> None:  # fmt: skip
-        """
+        """Initialize the object.
+
         Args:
             dtype: gives the dtype in which gradients are added up over ranks; None for their own.
         """

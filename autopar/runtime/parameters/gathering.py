@@ -96,6 +96,7 @@ class Unit:
         self.ready = True
 
     def finish_work(self) -> None:
+        """Wait for the pending gather, if there is one."""
         if self.work is not None:
             self.work.wait()
         self.work, self.flat = None, None

@@ -76,6 +76,7 @@ class GatherOrder:
         self._start(range(i + 1, end))
 
     def release(self, i: int) -> None:
+        """Free the gathered parameters of unit ``i`` after its last use in the forward."""
         self._free(i)
 
     def _free(self, i: int) -> None:
@@ -88,10 +89,12 @@ class GatherOrder:
     # -- saved tensors
 
     def pack(self, x: torch.Tensor) -> Any:
+        """Return a handle for a saved tensor that is in a gathered copy, else the tensor."""
         i = self.storages.get(x.untyped_storage().data_ptr())
         return x if i is None else (i, x.detach())
 
     def unpack(self, kept: Any) -> torch.Tensor:
+        """Return the tensor of a handle, gathering its unit again if it was freed."""
         if isinstance(kept, torch.Tensor):
             return kept
         i, x = kept
@@ -103,10 +106,12 @@ class GatherOrder:
         return x
 
     def guard(self) -> None:
+        """Begin to turn saved tensors into handles."""
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         self.hooks.__enter__()
 
     def unguard(self) -> None:
+        """Stop turning saved tensors into handles."""
         hooks, self.hooks = self.hooks, None
         hooks.__exit__(None, None, None)
 
@@ -171,7 +176,7 @@ def order_of_use(program: Program) -> list[int]:
     return sorted(numbers, key=lambda i: (first(i), i))
 
 
-def with_gathers(program: Program, schedule: GatherOrder) -> torch.fx.GraphModule:
+def with_gathers(program: Program, schedule: GatherOrder) -> torch.fx.GraphModule:  # noqa: C901  (one pass over nodes)
     """Return the program as it runs, with fetches, releases and guards; its first input is the schedule."""
     if not schedule.units:
         return _to_run(_copy_of(program.module.graph))

@@ -51,7 +51,8 @@ class Work:
         self, parts: Sequence[StageGraph], plan: Plan, rank: int, stages: Mapping[int, Stage],
         wires: Sequence[Wire], tied: Sequence[Tied], groups: Groups, unfinished: Unfinished,
     ) -> None:  # fmt: skip
-        """
+        """Initialize the object.
+
         Args:
             parts: of the whole model.
             plan: its schedule says how many microbatches there are.

@@ -58,7 +58,8 @@ class Flight:
         self, part: StageGraph, stage: Stage, wires: Sequence[Wire], row: Sequence[Action],
         input_gradients: InputGradients, leads: bool,
     ) -> None:  # fmt: skip
-        """
+        """Initialize the object.
+
         Args:
             wires: of the whole pipeline.
             row: what this rank does in a step.

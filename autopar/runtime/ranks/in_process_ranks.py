@@ -60,7 +60,7 @@ def write_first(
             weights[name].copy_(value)
 
 
-def run_step(
+def run_step(  # noqa: C901  (a step from end to end)
     graph: Graph,
     plan: StagePlan,
     program: Program,

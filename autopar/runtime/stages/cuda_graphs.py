@@ -61,6 +61,7 @@ class CudaRecorder:
             return run()
 
     def replay(self) -> None:
+        """Run the recorded step."""
         self.graph.replay()
 
 

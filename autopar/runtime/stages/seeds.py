@@ -200,6 +200,7 @@ class TorchSeeds(Seeds):
     mode = "torch"
 
     def of_call(self, graph: Graph) -> TorchDraws:
+        """Return what torch draws in this call."""
         step = self._step or _Step()
         rows = step.rows if step.place is not None else None
         if id(graph) not in step.states:

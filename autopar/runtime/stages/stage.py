@@ -58,7 +58,8 @@ class Stage:
         self, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, home: ParallelRun, buffers: Buffers,
         compile_args: CompileArguments | None = None,
     ) -> None:  # fmt: skip
-        """
+        """Initialize the object.
+
         Args:
             home: where parameters and buffers are registered.
             compile_args: the program is to be compiled with these.
