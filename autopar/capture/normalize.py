@@ -10,6 +10,7 @@ import torch
 
 from autopar.rules.families.histogram import HISTC_OF_INTEGERS
 from autopar.words.graph import Ref, Spec
+from autopar.words.trees import PyTree
 
 FRESH = frozenset({"aten.clone.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
 """Operators whose result has the values of their first argument and memory of its own."""
@@ -51,8 +52,8 @@ class _Call:
     """A call of an operator: its arguments, and the specs of its first input and of its results."""
 
     target: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
     first: Spec
     outs: tuple[Spec | None, ...]
 

@@ -19,6 +19,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.torch_private import FAKE_PARAMETERS
+from autopar.words.trees import PyTree
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 """What leads to no module."""
@@ -139,7 +140,7 @@ class _Rebinding:
         self.made[id(value)] = new
         return new
 
-    def _other(self, value: Any) -> Any:
+    def _other(self, value: PyTree) -> PyTree:
         if isinstance(value, types.MethodType):
             return types.MethodType(self.of(value.__func__), self.of(value.__self__))
         if type(value) is functools.partial:
@@ -155,7 +156,7 @@ class _Rebinding:
         if type(value) is weakref.ref:
             return weakref.ref(self.of(value()))
         if id(value) in self.copies and hasattr(value, "__dict__"):
-            vars(value).update({name: self.of(v) for name, v in vars(value).items()})
+            value.__dict__.update({name: self.of(v) for name, v in vars(value).items()})
         return value  # it is seen at the end where it still leads to an original
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:

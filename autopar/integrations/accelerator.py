@@ -22,6 +22,7 @@ from autopar.integrations.one_process import as_one_process
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict
 from autopar.runtime.checkpoints.generator_states import generators, set_generators
 from autopar.runtime.checkpoints.saving import save
+from autopar.words.trees import PyTree
 
 STATE = "autopar_state.pt"
 """The file of :meth:`Accelerator.save_state`."""
@@ -37,7 +38,7 @@ class Accelerator(accelerate.Accelerator):
             the number of ranks by default.
     """
 
-    def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: PyTree, parallel: Mapping[str, Any] | None = None, **kwargs: PyTree) -> None:
         as_one_process(cpu=bool(kwargs.get("cpu")))
         self._parallel = dict(parallel or {})
         super().__init__(*args, **kwargs)
@@ -67,7 +68,7 @@ class Accelerator(accelerate.Accelerator):
     def _around(self) -> contextlib.AbstractContextManager[Any]:
         return self.autocast() if self.native_amp else contextlib.nullcontext()
 
-    def unwrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    def unwrap_model(self, model: torch.nn.Module, *args: PyTree, **kwargs: PyTree) -> torch.nn.Module:
         """Return a model that was prepared here unchanged: it has the attributes and methods of the model."""
         return model if isinstance(model, ParallelOnFirstCall) else super().unwrap_model(model, *args, **kwargs)
 

@@ -19,6 +19,7 @@ from autopar.errors import AutoparError
 from autopar.integrations.one_process import world_size
 from autopar.runtime.as_module.model_class import AsModel, show_as
 from autopar.runtime.optimizers.user_optimizers import Move
+from autopar.words.trees import PyTree
 
 Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
 
@@ -53,14 +54,14 @@ class ParallelOnFirstCall(AsModel):
         show_as(self, type(model))
         self.is_parallel = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Run the parallel module, or the model itself before the first call in training."""
         if not self.is_parallel and self.now.training and torch.is_grad_enabled():
             self._spread(args, kwargs)
         with self._around():
             return self.now(*args, **kwargs)
 
-    def _spread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _spread(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
         model, options = self.now, dict(self._options)
         mesh = options.pop("mesh", world_size())
         mine = {id(param) for param in model.parameters()}
@@ -99,23 +100,23 @@ class ParallelOnFirstCall(AsModel):
         self.now.train(mode)
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Return the state dict of the current module."""
         return self.now.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Load a state dict into the current module."""
         return self.now.load_state_dict(*args, **kwargs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def named_parameters(self, *args: PyTree, **kwargs: PyTree) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Return the current module's parameters by name."""
         return self.now.named_parameters(*args, **kwargs)
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(self, *args: PyTree, **kwargs: PyTree) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the current module's buffers by name."""
         return self.now.named_buffers(*args, **kwargs)
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:  # type: ignore[override]
+    def named_modules(self, *args: PyTree, **kwargs: PyTree) -> Iterator[tuple[str, torch.nn.Module]]:  # type: ignore[override]
         """Return the current module's submodules by name."""
         return self.now.named_modules(*args, **kwargs)
 

@@ -24,6 +24,7 @@ from autopar.integrations.first_call import ParallelOnFirstCall
 from autopar.integrations.one_process import tell_ranks, without_launcher
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict
 from autopar.runtime.checkpoints.saving import save
+from autopar.words.trees import PyTree
 
 _DEVICES = "_setup_devices"
 
@@ -48,7 +49,7 @@ class Trainer(transformers.Trainer):
     _handler: Any
     """What calls the callbacks, once it is there."""
 
-    def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: PyTree, parallel: Mapping[str, Any] | None = None, **kwargs: PyTree) -> None:
         self._parallel = dict(parallel or {})
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if arguments is None:
@@ -59,7 +60,7 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make transformers' accelerator with models that are parallelized at their first call."""
 
-        def make(**kwargs: Any) -> Accelerator:
+        def make(**kwargs: PyTree) -> Accelerator:
             return Accelerator(parallel=self._parallel, **kwargs)
 
         with mock.patch("transformers.trainer.Accelerator", make):
@@ -104,7 +105,7 @@ class Trainer(transformers.Trainer):
         finally:
             self._shows_prepared = before
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Train the model; see ``transformers.Trainer.train``."""
         result = super().train(*args, **kwargs)
         self._to_model()
@@ -116,7 +117,7 @@ class Trainer(transformers.Trainer):
             state = full_state_dict(self._prepared.now, all_ranks=True)  # type: ignore[arg-type]
             self._given.load_state_dict(state, strict=False)  # it lacks buffers that are not saved
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Evaluate the model; see ``transformers.Trainer.evaluation_loop``."""
         with self._showing(prepared=True):
             return super().evaluation_loop(*args, **kwargs)

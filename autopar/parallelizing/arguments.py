@@ -35,6 +35,7 @@ from autopar.runtime.ranks.devices import check_one_device
 from autopar.runtime.stages.seeds import MODES
 from autopar.torch_private import pytree
 from autopar.words.graph import Ref
+from autopar.words.trees import PyTree
 from hardware_profiles import Cluster
 
 _Check = tuple[Callable[[Any], bool], str]
@@ -92,7 +93,7 @@ def check(**given: Any) -> None:
             raise (MeshError if name == "mesh" else AutoparError)(f"{name} is {shown(value)}; give {wanted}")
 
 
-def is_right(name: str, value: Any) -> bool:
+def is_right(name: str, value: PyTree) -> bool:
     """Whether an argument has the right type."""
     return _CHECKS[name][0](value)
 
@@ -176,7 +177,7 @@ def check_optimizer(optimizer: Any) -> str:
     return name
 
 
-def shown(value: Any) -> str:
+def shown(value: PyTree) -> str:
     """Return a value in a message, not longer than a line."""
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
@@ -264,7 +265,7 @@ def agree(group: Any, error: BaseException | None, given: Mapping[str, Any]) -> 
                 )
 
 
-def _described(value: Any) -> str:
+def _described(value: PyTree) -> str:
     """Return a text that is the same where the argument is; a long one by its beginning and a hash."""
     text = re.sub(r" at 0x[0-9a-f]+", "", _text(value))
     if len(text) <= 300:
@@ -272,7 +273,7 @@ def _described(value: Any) -> str:
     return f"{text[:150]}... (hash {hashlib.sha256(text.encode()).hexdigest()[:12]})"
 
 
-def _text(value: Any) -> str:
+def _text(value: PyTree) -> str:
     if isinstance(value, DeviceMesh):
         return f"a DeviceMesh of {value.device_type} {value.mesh.tolist()} with axes {value.mesh_dim_names}"
     if isinstance(value, Move):

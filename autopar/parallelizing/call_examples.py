@@ -12,11 +12,12 @@ from autopar.capture.dataclass_nodes import know_dataclasses
 from autopar.errors import AutoparError
 from autopar.runtime.parameters.init import is_meta
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 
 def split_inputs(
     inputs: Any, example_kwargs: Mapping[str, Any] | None = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Return example inputs as ``(args, kwargs)``: a tuple of args, a dict of kwargs, or one tensor.
 
     Args:
@@ -51,7 +52,7 @@ def split_example(
 
 
 def example_of(
-    model: torch.nn.Module, inputs: Any, example_kwargs: Mapping[str, Any] | None, targets: Sequence[Any]
+    model: torch.nn.Module, inputs: Any, example_kwargs: Mapping[str, Any] | None, targets: Sequence[PyTree]
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
     """``(args, kwargs, targets)`` on the meta device if the model is there."""
     args, kwargs = split_inputs(inputs, example_kwargs)

@@ -10,6 +10,7 @@ import torch
 from autopar.rules.local_calls import resolve
 from autopar.rules.operator_call import Call, In
 from autopar.torch_private import OpOverload, has_kernel, pytree
+from autopar.words.trees import PyTree
 
 _known: dict[Any, bool] = {}
 
@@ -43,7 +44,7 @@ def _by_schema(target: str) -> bool | None:
 def _shares(op: Any, call: Call) -> bool:
     tensors = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device="meta") for s in call.ins]
 
-    def fill(value: Any) -> Any:
+    def fill(value: PyTree) -> PyTree:
         if isinstance(value, In):
             return tensors[value.position]
         if isinstance(value, (tuple, list)):

@@ -20,6 +20,7 @@ from autopar.rules.notation import Rule, line
 from autopar.rules.operator_call import Call
 from autopar.torch_private import DisableTorchFunction, FakeTensor, no_dispatch_modes, pytree, unset_fake_temporarily
 from autopar.words.autocasting import AutocastState, autocast_as
+from autopar.words.trees import PyTree, Saved
 
 PREFIX = "function."
 _DRAWS = 0x9E3779B97F4A7C15
@@ -98,7 +99,7 @@ class Callee:
             results = tuple(x.double() if x.is_floating_point() else x for x in results)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def run(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    def run(self, leaves: Sequence[PyTree]) -> tuple[torch.Tensor, ...]:
         """Run the user's code; return its tensor outputs, then the new values of what it silently writes to."""
         values = list(leaves[: self.spec.num_leaves])
         for k, value in self.objects:
@@ -123,7 +124,7 @@ def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
 
 
 @contextlib.contextmanager
-def swapped(reads: Sequence[ReadTensor], values: Sequence[Any]) -> Iterator[None]:
+def swapped(reads: Sequence[ReadTensor], values: Sequence[PyTree]) -> Iterator[None]:
     """Give the modules these values of the parameters and buffers that are read."""
     tables = [(read.table, read.key) for read in reads]
     before = [table[key] for table, key in tables]
@@ -143,7 +144,7 @@ class _WithReads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, callee: Callee, *leaves: Any) -> Any:
+    def forward(ctx: Saved, callee: Callee, *leaves: Any) -> Any:
         n = callee.spec.num_leaves
         inner = [
             x.detach().requires_grad_(x.requires_grad and x.is_floating_point()) if isinstance(x, torch.Tensor) else x
@@ -157,7 +158,7 @@ class _WithReads(torch.autograd.Function):
         return plain
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Saved, *grads: Any) -> Any:
         inner, callee = ctx.inner, ctx.callee
         pairs = [(x, g) for x, g in zip(ctx.outs, grads, strict=True) if x.requires_grad and g is not None]
         for x in inner:
@@ -172,7 +173,7 @@ class _OnFakes(torch.autograd.Function):
     """The shapes of what the code gives for tensors without values; its gradients are zeros."""
 
     @staticmethod
-    def forward(ctx: Any, callee: Callee, *leaves: Any) -> Any:
+    def forward(ctx: Saved, callee: Callee, *leaves: Any) -> Any:
         ctx.leaves = leaves
         n = callee.spec.num_leaves
         inner = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -187,7 +188,7 @@ class _OnFakes(torch.autograd.Function):
         return fakes
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Saved, *grads: Any) -> Any:
         return (None, *(
             torch.zeros_like(x) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in ctx.leaves
         ))  # fmt: skip
@@ -203,7 +204,7 @@ def _no_module_hooks() -> Iterator[None]:
         yield
 
 
-def on_zeros(run: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]], leaves: Sequence[Any]) -> Any:
+def on_zeros(run: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]], leaves: Sequence[PyTree]) -> PyTree:
     """Call ``run(leaves)`` with zeros on the CPU in place of tensors without values."""
     with DisableTorchFunction(), no_dispatch_modes(), unset_fake_temporarily(), torch.enable_grad():
         real = [
@@ -218,7 +219,7 @@ def on_zeros(run: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]], leaves: S
 
 
 @contextlib.contextmanager
-def _drawing(seed: torch.Tensor, site: Any, leaves: Sequence[Any]) -> Iterator[None]:
+def _drawing(seed: torch.Tensor, site: Any, leaves: Sequence[PyTree]) -> Iterator[None]:
     """Seed torch's generators from the step's seed, the call's number and the first row; restore them afterwards."""
     of_step, *of_microbatch = seed.flatten().tolist()
     of_call = (site if isinstance(site, int) else site[0]) + 1 + (sum(of_microbatch[:1]) << 32)
@@ -305,7 +306,7 @@ def identity_of(functions: Sequence[Any], modules: Sequence[torch.nn.Module] = (
     return digest.hexdigest()[:8]
 
 
-def refuse_fake(value: Any, what: str) -> None:
+def refuse_fake(value: PyTree, what: str) -> None:
     """Refuse the result of a hook that kept a tensor without values from the time of capture.
 
     Raises:

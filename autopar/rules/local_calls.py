@@ -21,6 +21,7 @@ from autopar.words.load_shares import busiest, grown
 from autopar.words.meshes import Mesh
 from autopar.words.placements import Placement, State, axis_and_block, axis_text
 from autopar.words.shards import largest_shard, local_shape
+from autopar.words.trees import PyTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,8 @@ class LocalCall:
     """The call on one rank: ``fn(*args, **kwargs)`` with tensors at the :class:`In` positions."""
 
     fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
     distributed: bool
 
 

@@ -41,6 +41,7 @@ from autopar.rules.terms import Term, bind
 from autopar.words.load_shares import Load
 from autopar.words.meshes import Mesh
 from autopar.words.placements import Placement
+from autopar.words.trees import PyTree
 from hardware_profiles.model import COLLECTIVES, MOVING_KINDS
 
 KINDS = ("matmul", "conv", "attention", "pointwise", "reduce", "copy", "none")
@@ -106,8 +107,8 @@ class CallPart:
     """
 
     function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    args: tuple[PyTree, ...] = ()
+    kwargs: Mapping[str, PyTree] = field(default_factory=dict)
 
 
 Parts = tuple[CallPart, CallPart, CallPart]

@@ -9,6 +9,7 @@ from typing import Any
 from autopar.words.graph import Node, Ref, Spec, map_refs
 from autopar.words.load_shares import Load
 from autopar.words.narrow_products import NarrowUse
+from autopar.words.trees import PyTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class Call:
     """
 
     target: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: Mapping[str, PyTree]
     ins: tuple[Spec, ...]
     outs: tuple[Spec | None, ...]
     load: Load = ()
@@ -39,7 +40,7 @@ class Call:
             return self.args[position]
         return self.kwargs.get(name, default)
 
-    def replaced(self, position: int, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replaced(self, position: int, name: str, value: PyTree) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """Return ``(args, kwargs)`` with one argument changed."""
         kwargs = dict(self.kwargs)
         if position < len(self.args):

@@ -13,6 +13,7 @@ from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, call_of
 from autopar.rules.terms import Term
 from autopar.words.graph import Graph, Node
+from autopar.words.trees import PyTree
 
 RuleFn = Callable[[Call], Rule]
 
@@ -21,8 +22,8 @@ RuleFn = Callable[[Call], Rule]
 class Sample:
     """Inputs with which a rule is proved: ``args`` are shapes ``(4, 8)`` wrapped in :class:`T`, or literals."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ RULES: dict[str, RuleFn] = {}
 SAMPLES: dict[str, list[Sample]] = {}
 
 
-def sample(*args: Any, **kwargs: Any) -> Sample:
+def sample(*args: PyTree, **kwargs: PyTree) -> Sample:
     """Make a :class:`Sample`."""
     return Sample(args, kwargs)
 

@@ -26,6 +26,7 @@ from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, axis_and_block
 from autopar.words.shards import local_shape
+from autopar.words.trees import PyTree
 
 Strides = tuple[int, ...]
 T = TypeVar("T")
@@ -289,7 +290,7 @@ def filled(
     """Return the arguments of a call on one rank: its tensors, a seed, and the sizes of the first rank's shards."""
     seed = torch.empty((), dtype=torch.int64, device=device)
 
-    def fill(value: Any) -> Any:
+    def fill(value: PyTree) -> PyTree:
         if isinstance(value, In):
             return tensors[value.position]
         if isinstance(value, Seed):

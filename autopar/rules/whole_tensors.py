@@ -10,6 +10,7 @@ import torch
 from autopar.rules.local_calls import is_told_device, resolve
 from autopar.rules.operator_call import call_of
 from autopar.words.graph import Graph, Node, Ref, map_refs
+from autopar.words.trees import PyTree
 
 
 @torch.no_grad()
@@ -19,7 +20,7 @@ def updates_of(graph: Graph, value_of: Callable[[Node], torch.Tensor]) -> dict[s
     Args:
         value_of: gives the whole value of a parameter or buffer.
     """
-    values: list[Any] = []
+    values: list[PyTree] = []
 
     def value(ref: Ref) -> Any:
         of_node = values[ref.node]

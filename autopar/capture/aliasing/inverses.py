@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autopar.words.graph import Ref, Spec
+from autopar.words.trees import PyTree
 
 Form = tuple[str, tuple[Any, ...]]
 Emit = Callable[[str, tuple[Any, ...], dict[str, Any], tuple[Spec | None, ...], str], list[Ref]]
@@ -26,7 +27,7 @@ _OWN_INVERSE = {
 }  # fmt: skip
 
 
-def written(emit: Emit, target: str, args: tuple[Any, ...], number: int, new: Ref, spec: Spec) -> Ref | None:
+def written(emit: Emit, target: str, args: tuple[PyTree, ...], number: int, new: Ref, spec: Spec) -> Ref | None:
     """Return the base's value after output ``number`` of the view ``target(*args)`` became ``new``.
 
     It is None for a view that has no inverse but by strides. The first of ``args`` is the base's value until now, and

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar.rules.registry import RULES
 from autopar.torch_private import OpOverload, OpOverloadPacket
 from autopar.words.graph import Ref, Spec, map_refs
+from autopar.words.trees import PyTree
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def argument(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object
 
 def with_defaults(
     op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Return the call with the trailing arguments that were left out and for which ``pure`` has no default."""
     full, pure = list(args), facts(op).pure
     assert pure is not None

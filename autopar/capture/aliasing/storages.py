@@ -16,13 +16,14 @@ changes the others' values and not their gradients: they read the new value with
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from autopar.capture.aliasing.inverses import Form, flattened, picked, placed, put_back, written
 from autopar.rules.families.value_without_history import WITH_VALUE
 from autopar.words.graph import Ref, Spec, map_refs
+from autopar.words.trees import PyTree
 
 
 class CannotInvert(Exception):
@@ -65,8 +66,8 @@ class ViewStep:
     """A view operator in its one spelling: ``target(*args, **kwargs)``, where ``parent`` stands for what is viewed."""
 
     target: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
     parent: Ref
     outs: tuple[Spec | None, ...]
     name: str
@@ -139,7 +140,7 @@ class _Graph(Protocol):
     """What reading and writing make operators with."""
 
     def emit(
-        self, target: str, args: tuple[object, ...], kwargs: dict[str, Any], outs: tuple[Spec | None, ...], name: str
+        self, target: str, args: tuple[object, ...], kwargs: dict[str, PyTree], outs: tuple[Spec | None, ...], name: str
     ) -> list[Ref]: ...
 
     def needs_grad(self, ref: Ref) -> bool: ...

@@ -16,6 +16,7 @@ from autopar.capture.normalize import DROPPED, FRESH, Form, normalize
 from autopar.capture.trace.recording import DATA
 from autopar.torch_private import OpOverload
 from autopar.words.graph import Ref, Spec
+from autopar.words.trees import PyTree
 
 
 class TensorViews:
@@ -51,7 +52,7 @@ class TensorViews:
         vals = flat(val)
         if name == "aten.as_strided.default":
             return self._strided(fx, val)
-        args: tuple[Any, ...] = torch.fx.node.map_arg(fx.args, self.look)
+        args: tuple[PyTree, ...] = torch.fx.node.map_arg(fx.args, self.look)
         kwargs = dict(torch.fx.node.map_arg(fx.kwargs, self.look))
         outs = tuple(spec_of(v) if isinstance(v, torch.Tensor) else None for v in vals)
         if name == "aten.broadcast_tensors.default":

@@ -19,6 +19,7 @@ from autopar.rules.operator_call import call_of
 from autopar.rules.registry import rule_for
 from autopar.torch_private import OpOverload, pytree
 from autopar.words.graph import Ref, Spec, refs_in
+from autopar.words.trees import PyTree
 
 
 class TensorWrites:
@@ -82,7 +83,7 @@ class TensorWrites:
         return result
 
     def _functional(
-        self, pure: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec
+        self, pure: OpOverload, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], spec: Spec
     ) -> list[Ref]:
         """Return the results of a functional form, with the dtypes that it gives by itself."""
         name = str(pure)

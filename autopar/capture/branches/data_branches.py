@@ -178,7 +178,7 @@ class Read(Drawn):
             "in an if, whose way is followed and checked at every call, or move it out of forward()"
         )
 
-    def __array__(self, *args: PyTree, **kwargs: PyTree) -> Any:
+    def __array__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Refuse: numpy would make an array of objects, and ask each of them on its own."""
         raise self.refusal("in an array of numpy")
 
@@ -214,7 +214,7 @@ DISTINCT = (torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.T
 REPEATED = (torch.repeat_interleave, torch.Tensor.repeat_interleave)
 
 
-def times_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def times_of(args: Sequence[object], kwargs: Mapping[str, PyTree]) -> torch.Tensor | None:
     """Return the tensor of repeats of a ``repeat_interleave`` whose output size is not given; else None."""
     times = kwargs.get("repeats", args[1] if len(args) > 1 else args[0] if len(args) == 1 else None)
     given = kwargs.get("output_size") is not None

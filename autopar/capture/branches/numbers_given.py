@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autopar.words.trees import PyTree
+
 _OF_SIZES = (
     torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.arange, torch.eye, torch.randperm,
     torch.linspace,
@@ -31,15 +33,15 @@ READING_NUMBERS = (*_OF_SIZES, *_BEHIND_A_TENSOR, *_SIZE_FIRST, *_INDEXED)
 
 
 def with_numbers(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: Callable[[torch.Tensor], int | None]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    func: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], number: Callable[[torch.Tensor], int | None]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Return the arguments of a call with numbers for the integers that torch would read.
 
     ``number``: gives that of a tensor of one integer; None where it is not known, and the tensor stays.
     """
     args, kwargs = tuple(args), dict(kwargs)
 
-    def read(value: Any) -> Any:
+    def read(value: PyTree) -> PyTree:
         if type(value) in (tuple, list):
             return type(value)(map(read, value))
         if isinstance(value, torch.Tensor) and _is_a_number(value):

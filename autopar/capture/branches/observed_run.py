@@ -36,7 +36,7 @@ from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
 from autopar.words.trees import PyTree
 
 
-def answers_of(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]) -> Answers:
+def answers_of(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, PyTree]) -> Answers:
     """Run ``module(*args, **kwargs)`` and return what it answered; nothing where tensors have no values.
 
     The module is left as it was.
@@ -83,7 +83,7 @@ for _name in DIGITS:
     setattr(_Known, _name, _of_digits(_name))
 
 
-def _of_tensors(func: Any, args: Sequence[Any]) -> bool:
+def _of_tensors(func: Any, args: Sequence[PyTree]) -> bool:
     """Check that a comparison of two tensors asks for their values: those of other shapes are not the same anyway."""
     return len(args) > 1 and (func not in SAME or args[0].shape == args[1].shape)
 

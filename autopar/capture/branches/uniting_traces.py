@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from autopar.capture.graph.dead_operators import has_effect
 from autopar.capture.graph.drafts import Draft
 from autopar.rules.families.branch import BRANCH
 from autopar.words.graph import Node, Ref, Spec, map_refs
+from autopar.words.trees import PyTree
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class _Uniting:
             self._op("aten.mul.Tensor", (biased, count / max(count - 1, 1)), spec, norm),
         ]
 
-    def _op(self, target: str, args: tuple[Any, ...], spec: Spec, like: Node) -> Ref:
+    def _op(self, target: str, args: tuple[PyTree, ...], spec: Spec, like: Node) -> Ref:
         hot = any(self.nodes[r.node].hot for r in args if isinstance(r, Ref))
         return self._add(
             Node(f"{like.name}_statistics", "op", target, args, {}, (spec,), like.module, like.source, hot=hot)

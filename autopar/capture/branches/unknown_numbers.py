@@ -109,7 +109,7 @@ def _unary(function: Callable[[Any], Any]) -> Any:
 
 
 def _refusing(what: str) -> Any:
-    def wanted(self: Drawn, *_args: PyTree) -> Any:
+    def wanted(self: Drawn, *_args: PyTree) -> PyTree:
         raise self.refusal(what)
 
     return wanted

@@ -30,6 +30,7 @@ from autopar.errors import CaptureError
 from autopar.rules.function import PREFIX, Callee
 from autopar.torch_private import OpOverload
 from autopar.words.graph import PART, WAY, Graph, Node, Ref, Spec
+from autopar.words.trees import PyTree
 
 TRUTH = Spec((), "bool")
 
@@ -290,7 +291,7 @@ class GraphBuilder:
 
     def _own(self, fx: torch.fx.Node, name: str) -> Any:
         """Take in an operator of autopar's own in the trace."""
-        args: Any = torch.fx.node.map_arg(fx.args, self.views.look)
+        args: PyTree = torch.fx.node.map_arg(fx.args, self.views.look)
         notes: dict[str, Callable[..., None]] = {ASK: self.asked, TAKEN: self._taken, TOOK_PART: self._took_part}
         noted = notes.get(name)
         if noted is not None:

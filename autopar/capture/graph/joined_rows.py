@@ -18,6 +18,7 @@ from torch.fx import Node
 from autopar.capture.graph.exported_nodes import name_of
 from autopar.capture.graph.rows_of_graph import Rows, RowsOfGraph, val_of
 from autopar.capture.graph.rows_put_back import RowsPutBack, writes_rows
+from autopar.words.trees import PyTree
 
 aten = torch.ops.aten
 SIZES = ("aten.sym_size.int", "aten.sym_numel.default")
@@ -45,7 +46,7 @@ class JoinedRows:
         """Check whether a node puts rows of several masks together; notes what stands for it."""
         if name_of(node.target) != "aten.cat.default":
             return False
-        args: Any = node.args
+        args: PyTree = node.args
         taken: list[Any] = [self.state.rows.get(n) for n in args[0]]
         along = int(args[1]) if len(args) > 1 else 0
         parts = [part for t in taken for part in (t.parts if isinstance(t, Joined) else [t])]
@@ -81,7 +82,7 @@ class JoinedRows:
 
     def _takes_apart(self, node: Node) -> bool:
         """Check whether a split gives the parts that were put together: its sizes are the numbers of their rows."""
-        args: Any = node.args
+        args: PyTree = node.args
         rows, sizes = self.state.rows.get(args[0]), args[1]
         if not isinstance(rows, Joined) or len(sizes) != len(rows.parts):
             return False
@@ -105,7 +106,7 @@ class JoinedRows:
                 self.state.rows[part], stands[whole] = rows.parts[k], part
                 if whole in self.state.columns:
                     self.state.columns[part] = self._part_of_column(whole, k)
-            args: Any = torch.fx.node.map_arg(node.args, partial(_in_place_of, stands))
+            args: PyTree = torch.fx.node.map_arg(node.args, partial(_in_place_of, stands))
             target: Any = node.target
             of_part = self.state.graph.call_function(target, (written, *args[1:]), dict(node.kwargs))
             of_part.meta = dict(node.meta)

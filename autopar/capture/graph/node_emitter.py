@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -11,6 +10,7 @@ from autopar.capture.aliasing.schemas import draws_by_itself, seeded
 from autopar.capture.graph.exported_nodes import at, drawn_strides, module_of, source_of
 from autopar.errors import CaptureError
 from autopar.words.graph import Node, Ref, Spec, refs_in
+from autopar.words.trees import PyTree
 
 
 class NodeEmitter:
@@ -32,7 +32,7 @@ class NodeEmitter:
         self.region = -1
 
     def emit(
-        self, target: str, args: tuple[object, ...], kwargs: dict[str, Any], outs: tuple[Spec | None, ...], name: str
+        self, target: str, args: tuple[object, ...], kwargs: dict[str, PyTree], outs: tuple[Spec | None, ...], name: str
     ) -> list[Ref]:
         """Make an operator at the traced node that is walked over, and return its outputs."""
         fx = self.at

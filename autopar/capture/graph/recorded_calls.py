@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autopar.capture.trace.recording import HOOK, Recording
 from autopar.rules.function import Callee
+from autopar.words.trees import PyTree
 
 
-def recorded_call(recording: Recording, name: str, args: tuple[Any, ...]) -> tuple[Callee, list[object]]:
+def recorded_call(recording: Recording, name: str, args: tuple[PyTree, ...]) -> tuple[Callee, list[object]]:
     """Return the function that was called, and its arguments.
 
     Args:

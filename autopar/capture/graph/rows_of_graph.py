@@ -14,6 +14,7 @@ from autopar.capture.graph.expert_turns import Turn
 from autopar.capture.graph.exported_nodes import at, flat, is_symbolic, module_of
 from autopar.capture.graph.same_masks import SameMasks
 from autopar.errors import CaptureError
+from autopar.words.trees import PyTree
 
 aten = torch.ops.aten
 
@@ -69,7 +70,7 @@ class NodeMaker:
         self.graph = graph
         self.node: Node = next(iter(graph.nodes))
 
-    def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
+    def emit(self, target: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree] | None = None) -> Node:
         """Make a node with its value, where the graph inserts now."""
         emitted = self.graph.call_function(target, args, kwargs or {})
         emitted.meta = {k: v for k, v in self.node.meta.items() if k != "val"}

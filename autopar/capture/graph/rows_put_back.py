@@ -13,6 +13,7 @@ from autopar.capture.graph.expert_turns import Turn, root_of
 from autopar.capture.graph.exported_nodes import name_of
 from autopar.capture.graph.rows_of_graph import Rows, RowsOfGraph, is_mask, val_of
 from autopar.capture.graph.same_masks import picked_once
+from autopar.words.trees import PyTree
 
 aten = torch.ops.aten
 COLUMNED = ("unsqueeze", "expand", "expand_as", "repeat", "reshape", "view")
@@ -34,7 +35,7 @@ class RowsPutBack:
 
     def rewrite(self, node: Node) -> Node:
         """Write all rows to a tensor, masked, in place of selected ones; return the tensor afterwards."""
-        args: Any = node.args
+        args: PyTree = node.args
         name = name_of(node.target).split(".")[1].removesuffix("_")
         if name == "index_add":
             return self._added(node, args[2])
@@ -48,7 +49,7 @@ class RowsPutBack:
         return self._put(node, {d: i for d, i in enumerate(args[1]) if i is not None}, args[2], accumulate)
 
     def _added(self, node: Node, index: Any) -> Node:
-        args: Any = node.args
+        args: PyTree = node.args
         tensor, dim, _, source = args[:4]
         alpha = node.kwargs.get("alpha", 1)
         coordinate = self.state.coordinate(index)
@@ -63,7 +64,7 @@ class RowsPutBack:
 
     def _scattered(self, node: Node, name: str) -> Node:
         """Add rows by an index that has the same place for all elements of a row."""
-        args: Any = node.args
+        args: PyTree = node.args
         tensor, dim, index, source = args[:4]
         if name == "scatter_reduce" and (args[4] != "sum" or not {**node.kwargs}.get("include_self", True)):
             raise self.state.refused("'scatter_reduce' of more than a sum takes")
@@ -191,7 +192,7 @@ class RowsPutBack:
             of_turn = self.state.emit(aten.where.self, (which, of_turn, tensor))
         return self.state.emit(aten.copy_.default, (tensor, of_turn)) if turn.in_place else of_turn
 
-    def _write(self, node: Node, target: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> Node:
+    def _write(self, node: Node, target: object, args: tuple[object, ...], kwargs: dict[str, PyTree]) -> Node:
         """Replace a node by one with the same result, which writes in place where the node did."""
         tensor = node.args[0]
         result = self.state.emit(target, args, kwargs)

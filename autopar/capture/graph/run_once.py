@@ -16,13 +16,13 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.node import Target
 
 from autopar.capture.graph.exported_nodes import FxNode, name_of
+from autopar.words.trees import PyTree
 
 aten = torch.ops.aten
 PRODUCTS = {"aten.linear.default": (0, 1, 2), "aten.matmul.default": (0, 1, 2), "aten.mm.default": (0, 1, 2),
@@ -52,7 +52,7 @@ class Lockstep(ABC):
     def __init__(self) -> None:
         self.made: dict[tuple[Node, ...], Node] = {}
 
-    def of(self, values: Sequence[Any]) -> Any:
+    def of(self, values: Sequence[PyTree]) -> PyTree:
         """Return the value that takes the place of the corresponding values of all experts."""
         first = values[0]
         if isinstance(first, (list, tuple)):
@@ -202,7 +202,7 @@ class TurnBody(IsomorphicBodies):
         self.expert, self.taken, self.each = expert, taken, each
         self.tables: dict[tuple[Node, ...], Node] = {}
 
-    def of(self, values: Sequence[Any]) -> Any:
+    def of(self, values: Sequence[PyTree]) -> PyTree:
         """Return the value that takes the place of the corresponding values of all iterations."""
         if self.taken is not None and isinstance(values[0], Node) and values[0] in self.taken.positions:
             raise NotIsomorphicError
@@ -303,7 +303,7 @@ class TurnBody(IsomorphicBodies):
             raise NotIsomorphicError
         return self.emit(aten.to.dtype, (self.expert, val.dtype))
 
-    def _rows_or_own(self, values: Sequence[Any]) -> Any:
+    def _rows_or_own(self, values: Sequence[PyTree]) -> PyTree:
         """Return an argument of a pointwise operator: rows, or a vector of each row's expert."""
         if not isinstance(values[0], Node) or all(x is values[0] for x in values):
             return self.of(values)
@@ -343,7 +343,7 @@ class TurnBody(IsomorphicBodies):
             raise NotIsomorphicError
         n = first.meta["val"].dim()
         if first.target is aten.transpose.int:
-            args: tuple[Any, ...] = tuple(int(d) % n + 1 for d in first.args[1:])
+            args: tuple[PyTree, ...] = tuple(int(d) % n + 1 for d in first.args[1:])
         elif first.target in TRANSPOSED and n == 2:
             return self.emit(aten.transpose.int, (self._stacked(at(tensors, 0)), 1, 2))
         elif first.target is aten.permute.default:

@@ -137,7 +137,7 @@ class _Columns:
     def __init__(self, places: _Places, sorted: bool) -> None:
         self.places, self.sorted = places, sorted
 
-    def __getitem__(self, index: PyTree) -> Any:
+    def __getitem__(self, index: PyTree) -> PyTree:
         if index == (slice(None), 1):
             return self.places.columns if self.sorted else _Order(self.places)
         if self.sorted and _is_ordered(index):

@@ -26,6 +26,7 @@ from autopar.capture.graph.row_by_row import is_by_element
 from autopar.capture.graph.rows_of_graph import NodeMaker
 from autopar.capture.graph.same_masks import behind
 from autopar.capture.passes import PROGRAM, Pass, register
+from autopar.words.trees import PyTree
 
 aten = torch.ops.aten
 FOUND = ("aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.max.dim", "aten.min.dim")
@@ -199,7 +200,7 @@ class _Products(NodeMaker):
             return None
         if any(n not in self.flat or n.meta["val"].shape != shape for n in node.all_input_nodes):
             return None
-        args: Any = torch.fx.node.map_arg(node.args, lambda n: self.flat[n])
+        args: PyTree = torch.fx.node.map_arg(node.args, lambda n: self.flat[n])
         rows = self.emit(node.target, args, dict(node.kwargs))
         result = self.emit(aten.reshape.default, (rows, list(shape)))
         self.flat[result] = rows

@@ -108,7 +108,7 @@ class GroupedRows:
         found = self.running.group_of(rows.start, rows.stop, tensor.shape[0])
         return None if found is None else found[0] == found[1]
 
-    def _joined(self, tensors: object, dim: int = 0, **options: PyTree) -> Any:
+    def _joined(self, tensors: object, dim: int = 0, **options: PyTree) -> PyTree:
         """Compute ``torch.cat`` of all parts of a split in order; else None."""
         if dim != 0 or options or not isinstance(tensors, (list, tuple)) or not tensors:
             return None
@@ -259,7 +259,7 @@ class ReadNumbers:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tolist())
 
-    def __getitem__(self, index: PyTree) -> Any:
+    def __getitem__(self, index: PyTree) -> PyTree:
         if not isinstance(index, int):
             raise self._refused("indexed by more than a number")
         return self.tensor[index].item()
@@ -276,7 +276,7 @@ class ReadNumbers:
         """Return the sum."""
         return self.tensor.sum().item()
 
-    def __array__(self, *args: PyTree, **kwargs: PyTree) -> Any:
+    def __array__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         raise self._refused("given to numpy")
 
     def __getattr__(self, name: str) -> Any:

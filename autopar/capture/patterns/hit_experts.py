@@ -118,7 +118,7 @@ class HitExperts:
             torch.ops.autopar.taken(mask[k] if mask.dtype == torch.bool else mask[k] != 0, site, True)
             yield place
 
-    def _by_number(self, func: object, args: PyTree) -> Any:
+    def _by_number(self, func: object, args: PyTree) -> PyTree:
         if func in SQUEEZED:
             return next((one for given, one in self._of_one if given is args[0] and args[1:] in ((0,), ())), None)
         if len(args) != 2 or (func is not torch.Tensor.__getitem__ and func not in COMPARED):
@@ -153,7 +153,7 @@ class _Places:
     def __len__(self) -> int:
         raise _more_than_rows()
 
-    def __getitem__(self, index: PyTree) -> Any:
+    def __getitem__(self, index: PyTree) -> PyTree:
         raise _more_than_rows()
 
 

@@ -32,7 +32,7 @@ def _calls_one_hot(names: dict[str, Any]) -> bool:
     return any("one_hot" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))
 
 
-def _larger(*args: PyTree, **kwargs: PyTree) -> Any:
+def _larger(*args: PyTree, **kwargs: PyTree) -> PyTree:
     """Compute ``max``, whose arguments these are."""
     if len(args) != 2 or kwargs:
         return builtins.max(*args, **kwargs)
@@ -75,7 +75,7 @@ class Classes:
 
 
 def _of_chosen(name: str) -> Any:
-    def method(self: Classes, *args: PyTree) -> Any:
+    def method(self: Classes, *args: PyTree) -> PyTree:
         others = [x._chosen if isinstance(x, Classes) else x for x in args]
         return getattr(self._chosen, name)(*others)
 

@@ -56,7 +56,7 @@ class _Asked:
 class _Called:
     """A call of the function, and the state of torch that it found."""
 
-    args: tuple[Any, ...]
+    args: tuple[PyTree, ...]
     result: PyTree
     random_state: torch.Tensor
     autocast: dict[str, torch.dtype]
@@ -107,7 +107,7 @@ class _Watch(Watch):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def as_region(cls: Any, args: Sequence[Any], kwargs: PyTree) -> Callable[[], Any] | None:
+def as_region(cls: Any, args: Sequence[PyTree], kwargs: PyTree) -> Callable[[], Any] | None:
     """Return the call of ``cls.apply`` as a region under activation checkpointing; None where it does more.
 
     ``cls``: the Function. ``args``, ``kwargs``: what ``apply`` was called with, where a gradient flows.
@@ -150,7 +150,7 @@ def as_region(cls: Any, args: Sequence[Any], kwargs: PyTree) -> Callable[[], Any
     return run
 
 
-def _tried(cls: Any, args: Sequence[Any], place: int) -> tuple[_Seen, list[Any], bool]:
+def _tried(cls: Any, args: Sequence[PyTree], place: int) -> tuple[_Seen, list[Any], bool]:
     """Try a call; return what it did, its arguments there, and whether it draws random numbers."""
     mode = get_proxy_mode()
     assert mode is not None
@@ -194,7 +194,7 @@ def _start(x: object) -> Any:
 
 
 def _watched(function: Function, seen: _Seen) -> Function:
-    def call(*args: PyTree) -> Any:
+    def call(*args: PyTree) -> PyTree:
         generator = torch.default_generator
         random_state, autocast = generator.get_state(), autocast_now()
         with seen.inside():
@@ -208,7 +208,7 @@ def _watched(function: Function, seen: _Seen) -> Function:
 
 @contextlib.contextmanager
 def _grad_watched(seen: _Seen) -> Iterator[None]:
-    def grad(outputs: PyTree, inputs: PyTree, grad_outputs: PyTree = None, *args: PyTree, **kwargs: PyTree) -> Any:
+    def grad(outputs: PyTree, inputs: PyTree, grad_outputs: PyTree = None, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if seen.depth:  # the function's own
             return plain_grad(outputs, inputs, grad_outputs, *args, **kwargs)
         with seen.inside():

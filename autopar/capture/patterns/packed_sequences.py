@@ -196,7 +196,7 @@ class PackedAsPadded:
             return _All(rows.steps)
         raise self._not_packed(name)
 
-    def _of_data(self, func: Function, name: str, args: PyTree, kwargs: Mapping[str, Any]) -> PyTree:
+    def _of_data(self, func: Function, name: str, args: PyTree, kwargs: Mapping[str, PyTree]) -> PyTree:
         first = self._data.get(id(args[0])) if args else None
         if first is not None and not _among(self._data, (*args[1:], *kwargs.values())):
             if func in OF_EACH_ROW:

@@ -29,6 +29,7 @@ from autopar.capture.graph.same_masks import SHAPED, behind
 from autopar.capture.passes import PROGRAM, Pass, register
 from autopar.errors import CaptureError
 from autopar.rules.experts.experts import EXPERTS
+from autopar.words.trees import PyTree
 
 aten = torch.ops.aten
 PRODUCT = "autopar.expert_linear_in_order.default"
@@ -252,7 +253,7 @@ class _Unsorted(NodeMaker):
 
     def _put_back(self, node: Node, name: str) -> bool:
         """Check whether rows are put in their places again, or added up by them."""
-        args: Any = node.args
+        args: PyTree = node.args
         if name in PUTS and len(args[1]) == 1 and args[2] in self.in_place and not any(args[3:]):
             index = self._index(args[1][0])
             rows, order = self.in_place[args[2]]

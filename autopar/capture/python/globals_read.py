@@ -21,6 +21,7 @@ from autopar.capture.python.frozen_values import frozen
 from autopar.capture.python.generators import is_generator, state_of
 from autopar.capture.python.guards import ReadValue
 from autopar.capture.python.user_lines import is_own
+from autopar.words.trees import PyTree
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Free:
 
     place: Any
     read: ReadValue
-    value: Any
+    value: PyTree
     state: Any = None
 
     def now(self) -> Any:

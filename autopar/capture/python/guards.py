@@ -22,6 +22,7 @@ import torch
 
 from autopar.capture.python.frozen_values import OTHER, Held, SameObject, frozen, is_of_builtins, leaves_out, show
 from autopar.errors import RunError, first_few
+from autopar.words.trees import PyTree
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ReadValue:
 
     path: str
     name: str
-    value: Any
+    value: PyTree
     where: str = ""
     kind: str = "attribute"
 
@@ -78,7 +79,7 @@ class _Alike:
     def __init__(self, names: tuple[str, ...], lookup: Any) -> None:
         self.get = lookup(*names)
         self.owners: list[Any] = []
-        self.values: list[Any] = []
+        self.values: list[PyTree] = []
 
     def same(self) -> bool:
         return list(map(self.get, self.owners)) == self.values
@@ -96,7 +97,7 @@ class _Alike:
 class _Own:
     """Values in an object's own dict, for a class that looks up attributes in Python, which takes long."""
 
-    def __init__(self, ref: Callable[[], Any], names: list[str], values: list[Any]) -> None:
+    def __init__(self, ref: Callable[[], Any], names: list[str], values: list[PyTree]) -> None:
         self.ref, self.values = ref, values[0] if len(values) == 1 else tuple(values)
         self.get = operator.itemgetter(*names)
         self.read = _Alike(tuple(names), operator.attrgetter)
@@ -170,7 +171,7 @@ class Guards:
             self._by_path[reads[0].path] = ref
         self._entries.append((ref, reads))
         names: list[str] = []
-        values: list[Any] = []
+        values: list[PyTree] = []
         in_dict: tuple[list[str], list[Any]] = [], []
         for read in sorted(reads, key=lambda r: r.name):
             now = _fetch(owner, read)

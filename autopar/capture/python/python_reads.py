@@ -62,7 +62,7 @@ class Written:
 
     owner: Any
     read: ReadValue
-    value: Any
+    value: PyTree
     where: str
 
     def __str__(self) -> str:
@@ -288,7 +288,7 @@ class Recorder:
         """Return the trace's buffers at the beginning of forward."""
         return [buffer for _, _, buffers in self.traced for buffer in buffers.values()]
 
-    def _forward_ends(self, module: torch.nn.Module, _args: PyTree, output: PyTree) -> Any:
+    def _forward_ends(self, module: torch.nn.Module, _args: PyTree, output: PyTree) -> PyTree:
         """Look, while the trace still runs, for tensors that were put into containers.
 
         Returns:

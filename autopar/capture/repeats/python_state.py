@@ -25,6 +25,7 @@ import torch
 
 from autopar.capture.python.frozen_values import items_in
 from autopar.torch_private import OpOverload, OpOverloadPacket
+from autopar.words.trees import PyTree
 
 OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """Entries of a module's ``__dict__`` that are no plain attributes."""
@@ -61,7 +62,7 @@ class ByIdentity:
         return id(self.value)
 
 
-def seen(value: Any, memo: Memo, depth: int = DEPTH, above: tuple[int, ...] = ()) -> object:
+def seen(value: PyTree, memo: Memo, depth: int = DEPTH, above: tuple[int, ...] = ()) -> object:
     """Return a snapshot of a value, equal to a later one while nothing reachable from the value has changed.
 
     Tensors, modules, functions and classes are compared by identity; containers and objects by their contents. ``memo``

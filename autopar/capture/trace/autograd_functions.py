@@ -42,7 +42,7 @@ AS_REGION: list[Callable[[Any, Sequence[Any], Mapping[str, Any]], Callable[[], A
 def whole_functions(model: torch.nn.Module) -> Iterator[None]:
     """Record calls of Functions as they are, also through an ``apply`` that was taken off its class before."""
 
-    def apply(cls: object, *args: PyTree, **kwargs: PyTree) -> Any:
+    def apply(cls: object, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if now() is None or functorch_is_active():
             return _plainly(cls, args, kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
@@ -57,7 +57,7 @@ def whole_functions(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _plainly(cls: Any, args: PyTree, kwargs: PyTree) -> Any:
+def _plainly(cls: Any, args: PyTree, kwargs: PyTree) -> PyTree:
     """Make the call as torch does."""
     return super(SingleLevelFunction, cls).apply(*args, **kwargs)
 
@@ -182,7 +182,7 @@ def _first(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def _call(cls: Any, args: PyTree, kwargs: PyTree, model: torch.nn.Module) -> Any:
+def _call(cls: Any, args: PyTree, kwargs: PyTree, model: torch.nn.Module) -> PyTree:
     """Record one call, and give what it would give."""
     name = cls.__qualname__
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -190,7 +190,7 @@ def _call(cls: Any, args: PyTree, kwargs: PyTree, model: torch.nn.Module) -> Any
     tensors = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     hidden = tuple(k for k in tensors if id(leaves[k]) not in given)
 
-    def run(values: Sequence[Any]) -> Any:
+    def run(values: Sequence[PyTree]) -> PyTree:
         a, kw = pytree.tree_unflatten([v.detach() if k in hidden else v for k, v in enumerate(values)], spec)
         return _plainly(cls, a, kw)
 
@@ -246,7 +246,7 @@ def _reads(read: Sequence[torch.Tensor], model: torch.nn.Module, name: str) -> l
     return [reads[id(x)] for x in read]
 
 
-def _record(callee: Callee, leaves: list[Any], read: list[torch.Tensor], trial: _Trial, name: str) -> Any:
+def _record(callee: Callee, leaves: list[PyTree], read: list[torch.Tensor], trial: _Trial, name: str) -> PyTree:
     recording = now()
     assert recording is not None
     position_of = {id(x): k for k, x in enumerate(trial.own) if isinstance(x, torch.Tensor)}

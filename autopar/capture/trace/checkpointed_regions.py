@@ -46,7 +46,7 @@ def marked_regions() -> Iterator[None]:
     plain = CHECKPOINT.get()
 
     def generator(
-        fn: object, preserve: object = True, context_fn: Any = None, *rest: Any, **kwargs: Any
+        fn: object, preserve: object = True, context_fn: Any = None, *rest: Any, **kwargs: PyTree
     ) -> Iterator[None]:  # fmt: skip
         if now() is None:
             yield from plain(fn, preserve, context_fn, *rest, **kwargs)
@@ -61,7 +61,7 @@ def marked_regions() -> Iterator[None]:
         yield
 
 
-def reentrant(function: Any, preserve: Any, *args: PyTree) -> Any:
+def reentrant(function: Any, preserve: Any, *args: PyTree) -> PyTree:
     """Compute ``checkpoint(use_reentrant=True)``: no gradient flows where no tensor argument has one."""
     flows = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
     with marked():

@@ -27,7 +27,7 @@ from autopar.words.trees import PyTree
 
 
 def _without_modes(function: Function) -> Function:
-    def run(*args: PyTree, **kwargs: PyTree) -> Any:
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with DisableTorchFunction():
             return function(*args, **kwargs)
 
@@ -37,7 +37,7 @@ def _without_modes(function: Function) -> Function:
 def _without_lines(function: Function) -> Function:
     """Skip reading the stack above a model's call for each parameter: no line of the user's makes an input."""
 
-    def run(tracer: object, *args: PyTree, **kwargs: PyTree) -> Any:
+    def run(tracer: object, *args: PyTree, **kwargs: PyTree) -> PyTree:
         with unstacked(tracer):
             return function(tracer, *args, **kwargs)
 

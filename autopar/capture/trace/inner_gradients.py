@@ -38,7 +38,7 @@ ADVICE = (
     "write the gradient out, or put it into an autograd.Function that computes it in its own forward"
 )  # fmt: skip
 
-def gradients(grad: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def gradients(grad: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
     """Compute ``grad(*args, **kwargs)`` of traced tensors, as operators of the trace."""
     bound = inspect.signature(torch.autograd.grad).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -344,7 +344,7 @@ def _cross_entropy(
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Any, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    query: Tensor, key: Tensor, value: PyTree, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip

@@ -127,8 +127,8 @@ class Dispatcher(TorchFunctionMode):
         """The first handler that is asked: those before it are at work."""
 
     def __torch_function__(
-        self, func: Function, types: Collection[type], args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Function, types: Collection[type], args: tuple[PyTree, ...] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
     ) -> Any:  # fmt: skip
         given, first = dict(kwargs or {}), self._first
         for i in self._by_function.get(func, self._of_all):

@@ -297,7 +297,7 @@ def _stacked(values: PyTree) -> torch.Tensor:
     return values if isinstance(values, torch.Tensor) else torch.full((), values)
 
 
-def _joined(index: PyTree) -> Any:
+def _joined(index: PyTree) -> PyTree:
     """Return an index in which lists of tensors without dims are tensors: ``x[rows, columns]``."""
 
     def joined(part: object) -> Any:
@@ -306,7 +306,7 @@ def _joined(index: PyTree) -> Any:
     return tuple(map(joined, index)) if isinstance(index, tuple) else index
 
 
-def _places(index: PyTree, of_inputs: Callable[[torch.Tensor], torch.Tensor | None] = lambda _mask: None) -> Any:
+def _places(index: PyTree, of_inputs: Callable[[torch.Tensor], torch.Tensor | None] = lambda _mask: None) -> PyTree:
     """Return an index in which masks that are known, or that ``of_inputs`` knows, are the places that they have set."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(mask, FakeTensor) for mask in masks_in(index)):

@@ -55,7 +55,7 @@ def _number(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
     return drawn if (low, high) == (0.0, 1.0) else low + (high - low) * drawn
 
 
-def _integer(low: Any, high: Any = None, *more: Any, **kwargs: PyTree) -> Any:
+def _integer(low: Any, high: Any = None, *more: Any, **kwargs: PyTree) -> PyTree:
     if more or kwargs or not all(isinstance(x, int) for x in (low, high) if x is not None):
         return None
     begin, end = (0, low) if high is None else (low, high)
@@ -87,7 +87,7 @@ class _Generator:
             raise AttributeError(method)
         return functools.partial(self._draw, method)
 
-    def _draw(self, method: str, *args: PyTree, **kwargs: PyTree) -> Any:
+    def _draw(self, method: str, *args: PyTree, **kwargs: PyTree) -> PyTree:
         raise NotImplementedError
 
 
@@ -97,7 +97,7 @@ class _Seeded(_Generator):
     def __init__(self, name: str, seed: torch.Tensor) -> None:
         self.name, self.seed, self.draws = name, seed, list[Draw]()
 
-    def _draw(self, method: str, *args: PyTree, **kwargs: PyTree) -> Any:
+    def _draw(self, method: str, *args: PyTree, **kwargs: PyTree) -> PyTree:
         try:
             ast.literal_eval(repr((args, kwargs)))  # plain numbers, and containers of such
             draws = [*self.draws, (method, args, kwargs)]
@@ -117,7 +117,7 @@ class _Unseeded(_Generator):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def _draw(self, method: str, *args: PyTree, **kwargs: PyTree) -> Any:
+    def _draw(self, method: str, *args: PyTree, **kwargs: PyTree) -> PyTree:
         by_torch = _OF_GENERATORS.get(method)
         drawn = by_torch(*args, **kwargs) if by_torch is not None else None
         if drawn is None:
@@ -128,7 +128,7 @@ class _Unseeded(_Generator):
         return drawn
 
 
-def _integers(low: object, high: object = None, *more: object, endpoint: bool = False, **kwargs: PyTree) -> Any:
+def _integers(low: object, high: object = None, *more: object, endpoint: bool = False, **kwargs: PyTree) -> PyTree:
     begin, end = (0, low) if high is None else (low, high)
     return _integer(begin, end + endpoint, *more, **kwargs) if isinstance(end, int) else None
 
@@ -149,7 +149,7 @@ class _Stand(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls.original)
 
-    def __call__(cls, *args: PyTree, **kwargs: PyTree) -> Any:
+    def __call__(cls, *args: PyTree, **kwargs: PyTree) -> PyTree:
         made = _generator(cls.original, *args, **kwargs) if is_users(sys._getframe(1).f_code.co_filename) else None
         return cls.original(*args, **kwargs) if made is None else made
 
@@ -178,7 +178,7 @@ def _stand_in(make: object) -> Any:
 
 
 def _instead(function: Any, by_torch: Function) -> Function:
-    def draw(*args: PyTree, **kwargs: PyTree) -> Any:
+    def draw(*args: PyTree, **kwargs: PyTree) -> PyTree:
         drawn = by_torch(*args, **kwargs) if is_users(sys._getframe(1).f_code.co_filename) else None
         return function(*args, **kwargs) if drawn is None else drawn
 

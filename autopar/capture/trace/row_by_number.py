@@ -63,7 +63,7 @@ def read_at(view: torch.Tensor, dim: int, place: torch.Tensor) -> torch.Tensor:
     return view.index_select(dim, place).squeeze(dim)
 
 
-def write_at(view: torch.Tensor, dim: int, place: torch.Tensor, value: Any) -> None:
+def write_at(view: torch.Tensor, dim: int, place: torch.Tensor, value: PyTree) -> None:
     """Put a value there."""
     shape = [*view.shape[:dim], *view.shape[dim + 1 :]]
     value = value.tensor if isinstance(value, Drawn) else value

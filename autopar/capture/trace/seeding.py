@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import torch
@@ -52,7 +51,7 @@ def own_seeds_refused() -> Iterator[None]:
 
 
 def _refusing(name: str, seed: Function) -> Function:
-    def seeding(*args: PyTree, **kwargs: PyTree) -> Any:
+    def seeding(*args: PyTree, **kwargs: PyTree) -> PyTree:
         if now() is None:
             return seed(*args, **kwargs)
         raise refuse(

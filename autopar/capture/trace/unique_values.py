@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from autopar.capture.branches.data_branches import DISTINCT
+from autopar.words.trees import PyTree
 
 _SORTED = (torch.unique, torch.Tensor.unique)
 
 
 def distinct(
-    func: object, args: Sequence[object], kwargs: Mapping[str, Any], size: Callable[[torch.Tensor], int | None]
+    func: object, args: Sequence[object], kwargs: Mapping[str, PyTree], size: Callable[[torch.Tensor], int | None]
 ) -> Any:
     """Compute a call of these functions; None if it is another one, or ``size`` does not know how many are set."""
     if func not in DISTINCT or not args or not isinstance(args[0], torch.Tensor):

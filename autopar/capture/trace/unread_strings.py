@@ -114,7 +114,7 @@ def strings_hidden(record: Recording) -> Iterator[None]:
         handle.remove()
 
 
-def holds_hidden(value: Any, depth: int = DEPTH) -> bool:
+def holds_hidden(value: PyTree, depth: int = DEPTH) -> bool:
     """Check that a value is such an object, or a container with one."""
     kind = type(value)
     if kind is _Hidden or not depth:

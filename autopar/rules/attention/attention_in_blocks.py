@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 from autopar.rules.attention.attention_on_gpus import fits_kernels, has_kernels_for, kernels
 from autopar.rules.families.sharded_random import dropping
 from autopar.torch_private import safe_softmax
+from autopar.words.trees import PyTree, Saved
 
 QUERIES, MOST_BLOCKS = 128, 64
 """Queries of a block, and blocks of a call: longer calls have larger blocks."""
@@ -141,7 +142,7 @@ def _blocks(
 class _InBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, row: torch.Tensor,
+        ctx: Saved, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, row: torch.Tensor,
         column: torch.Tensor, form: AttentionForm,
     ) -> torch.Tensor:  # fmt: skip
         tensors = q, k, v, mask, row, column
@@ -151,7 +152,7 @@ class _InBlocks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Saved, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _differentiable(ctx, grads[0])
         *tensors, out, log_sum = ctx.saved_tensors
@@ -280,7 +281,7 @@ def _adds_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _differentiable(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiable(ctx: Saved, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients that have gradients themselves: of the call at once."""
     tensors = ctx.saved_tensors[:6]
     wanted = [x for x, needed in zip(tensors, ctx.needs_input_grad, strict=False) if needed]
@@ -324,13 +325,13 @@ _library.define(
 
 
 @torch.library.impl(_library, "attention_in_blocks", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
-def _run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_forward(*args: PyTree) -> tuple[torch.Tensor, torch.Tensor]:
     return _forward(args[:6], AttentionForm(*args[6:]))
 
 
 @torch.library.register_fake("autopar::attention_in_blocks", lib=_library)
 def _shapes_of_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: PyTree
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _results(q, v)
 
@@ -339,7 +340,7 @@ def _shapes_of_forward(
     _library, "attention_in_blocks_backward", "CompositeExplicitAutograd"
 )
 def _run_backward(
-    grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, wanted: Sequence[bool], *args: Any
+    grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, wanted: Sequence[bool], *args: PyTree
 ) -> tuple[torch.Tensor, ...]:
     gradients = _backward(grad, out, log_sum, args[:6], wanted, AttentionForm(*args[6:]))
     return tuple(grad.new_empty(0) if x is None else x.contiguous() for x in gradients)
@@ -347,19 +348,19 @@ def _run_backward(
 
 @torch.library.register_fake("autopar::attention_in_blocks_backward", lib=_library)
 def _shapes_of_backward(
-    grad: torch.Tensor, out: Any, log_sum: Any, wanted: Sequence[bool], *args: Any
+    grad: torch.Tensor, out: Any, log_sum: Any, wanted: Sequence[bool], *args: PyTree
 ) -> tuple[torch.Tensor, ...]:
     return tuple(
         x.new_empty(x.shape) if is_wanted else grad.new_empty(0) for x, is_wanted in zip(args, wanted, strict=False)
     )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _keep(ctx: Saved, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(*inputs[:6], *output)
     ctx.form = inputs[6:]
 
 
-def _gradients(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: Saved, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     wanted = list(ctx.needs_input_grad[:4])
     *tensors, out, log_sum = ctx.saved_tensors
     gradients = torch.ops.autopar.attention_in_blocks_backward(grad, out, log_sum, wanted, *tensors, *ctx.form)

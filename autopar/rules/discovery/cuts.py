@@ -22,6 +22,7 @@ from autopar.rules.proving.many_ranks import join, piece
 from autopar.rules.proving.proof import Case
 from autopar.words.meshes import Mesh
 from autopar.words.placements import PENDING, REPLICATED, Placement, State, shard
+from autopar.words.trees import PyTree
 
 _AXIS = Mesh.of(axis=2)
 
@@ -100,13 +101,13 @@ def halvable(call: Call) -> list[Path | None]:
     return paths
 
 
-def _is_even(value: Any) -> bool:
+def _is_even(value: PyTree) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1 and value % 2 == 0
 
 
 def value_at(call: Call, path: Path) -> int:
     """Return the whole number at a path among the arguments."""
-    value: Any = call.args[path[0]] if isinstance(path[0], int) else call.kwargs[path[0]]
+    value: PyTree = call.args[path[0]] if isinstance(path[0], int) else call.kwargs[path[0]]
     return value[path[1]] if len(path) > 1 else value  # type: ignore[no-any-return]
 
 

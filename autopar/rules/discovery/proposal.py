@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from typing import Any
 
 from autopar.rules.discovery.cuts import Path, value_at, with_value
 from autopar.rules.notation import Localize, Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import replicated
+from autopar.words.trees import PyTree
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _localize(discovered: Discovered, kept: Mapping[int, str]) -> Localize | Non
     if not halved:
         return None
 
-    def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         for name, path in halved.items():
             if name in cuts:
                 call = with_value(call, path, value_at(call, path) // cuts[name])

@@ -17,6 +17,7 @@ import torch
 from autopar.rules.discovery.proposal import Discovered, Factor
 from autopar.rules.local_calls import resolve
 from autopar.rules.registry import Sample
+from autopar.words.trees import PyTree
 from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 FORMAT = 1
@@ -51,7 +52,7 @@ def keep(key: str, discovered: Discovered) -> None:
         os.replace(file.name, folder() / f"{key}.json")
 
 
-def _read(value: Any) -> Discovered:
+def _read(value: PyTree) -> Discovered:
     def dims(values: Any) -> tuple[int | None, ...]:
         return tuple(None if v is None else int(v) for v in values)
 

@@ -22,6 +22,7 @@ import torch
 
 from autopar.rules.local_calls import resolve
 from autopar.rules.proving.proof import invoke
+from autopar.words.trees import PyTree
 
 REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
 """What operators raise on arguments that they do not take."""
@@ -35,7 +36,9 @@ class NotTried(Exception):
     """A forked process gave no result; the message says why, to follow the operator's name."""
 
 
-def outputs(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+def outputs(
+    target: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], tensors: Sequence[torch.Tensor]
+) -> list[Any]:
     """Call an operator and list its outputs.
 
     Raises:
@@ -46,7 +49,9 @@ def outputs(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-def _on_meta(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+def _on_meta(
+    target: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], tensors: Sequence[torch.Tensor]
+) -> None:
     empty = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
     try:
         with torch.no_grad():
@@ -58,7 +63,7 @@ def _on_meta(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensor
             raise
 
 
-def moved(value: Any) -> Any:
+def moved(value: PyTree) -> PyTree:
     """Return an argument for tensors without values, with devices replaced by theirs."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(moved, value))

@@ -20,6 +20,7 @@ from autopar.rules.discovery.safe_calls import REFUSALS, outputs
 from autopar.rules.operator_call import Call, In
 from autopar.rules.proving.proof import draw
 from autopar.rules.registry import Sample, T
+from autopar.words.trees import PyTree
 
 SMALL = (4, 6, 8, 10, 12, 16, 14, 18, 20, 24)
 """Sizes to try, all even: a dim that can't be halved is never found to be one that may be cut."""
@@ -105,7 +106,7 @@ def _attempts(n: int, mapped: Mapping[int, int], call: Call) -> Iterator[tuple[d
             yield {n: n // k * s, k: s}, frozenset({n, k})
 
 
-def _whole_numbers(value: Any) -> Iterator[int]:
+def _whole_numbers(value: PyTree) -> Iterator[int]:
     if isinstance(value, Call):
         yield from _whole_numbers((value.args, tuple(value.kwargs.values())))
     elif isinstance(value, (tuple, list)):
@@ -142,7 +143,7 @@ class _Trial:
     def sample(self, mapped: Mapping[int, int], whole_numbers: frozenset[int]) -> Sample:
         """Return the call with sizes replaced: in shapes, and those of ``whole_numbers`` among the arguments too."""
 
-        def replaced(value: Any) -> Any:
+        def replaced(value: PyTree) -> PyTree:
             if isinstance(value, In):
                 return self._tensor(value.position, mapped)
             if isinstance(value, (list, tuple)):
@@ -204,7 +205,7 @@ class _Trial:
         generator = torch.Generator().manual_seed(seed)
         tensors: list[torch.Tensor] = []
 
-        def take(value: Any) -> Any:
+        def take(value: PyTree) -> PyTree:
             if isinstance(value, T):
                 tensor = draw(value, generator)
                 tensors.append(tensor.requires_grad_(grads and value.grad and tensor.is_floating_point()))

@@ -41,6 +41,7 @@ from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 from autopar.words.load_shares import path_to_busiest
 from autopar.words.placements import PENDING, REPLICATED, Placement, shard
+from autopar.words.trees import PyTree
 
 BLOCK = "autopar.expert_block.default"
 
@@ -125,7 +126,7 @@ class Travelling:
     under_way: dict[int, Passage]
 
 
-def travelling_in_parts(n_experts: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
+def travelling_in_parts(n_experts: int, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Parts:
     """Split :func:`travelling_block` into three calls, between which other operators may be computed.
 
     Only the second reads the experts' matrices: where these are gathered for their use, it waits for them.

@@ -19,6 +19,7 @@ from autopar.rules.local_calls import resolve
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import rule_for
 from autopar.words.graph import Spec
+from autopar.words.trees import PyTree
 
 SPLIT, LOOKUP, ADD = "aten.split_with_sizes.default", "aten.embedding.default", "aten.add.Tensor"
 Dim = tuple[int, int, int]
@@ -108,7 +109,7 @@ class _Block:
             self.reads.append(reads)
             self.specs.append(specs)
 
-    def _tensors(self, value: Any) -> Any:
+    def _tensors(self, value: PyTree) -> PyTree:
         if _is_value(value):
             spec = self.specs[value.number][value.out]
             return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
@@ -191,7 +192,7 @@ def _is_value(x: torch.Tensor) -> bool:
     return hasattr(x, "number") and hasattr(x, "out")
 
 
-def _with_places(value: Any, reads: list[Any]) -> Any:
+def _with_places(value: PyTree, reads: list[Any]) -> PyTree:
     """Arguments with a place for each value, which is noted."""
     if _is_value(value):
         reads.append(value)

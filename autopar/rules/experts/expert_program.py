@@ -19,6 +19,7 @@ from autopar.rules.experts.expert_features import LOOKUP, SPLIT
 from autopar.rules.experts.experts import EXPERTS
 from autopar.rules.experts.stacked_columns import own_parts
 from autopar.rules.local_calls import resolve
+from autopar.words.trees import PyTree
 
 ROW, EXPERT, COMMON = "row", "expert", "common"
 """What a tensor of a block is: of rows, of experts, or the same for all."""
@@ -51,7 +52,7 @@ class Body:
         return repr((self.roles, _written(self.steps)))
 
 
-def _written(value: Any) -> Any:
+def _written(value: PyTree) -> PyTree:
     """Write a Python literal; tensors and dtypes become dicts with one entry, which nothing else does."""
     if isinstance(value, Value):
         return {VALUE: (value.number, value.out)}
@@ -62,7 +63,7 @@ def _written(value: Any) -> Any:
     return {name: _written(x) for name, x in value.items()} if isinstance(value, dict) else value
 
 
-def _read(value: Any) -> Any:
+def _read(value: PyTree) -> PyTree:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_read, value))
     if not isinstance(value, dict):
@@ -103,7 +104,7 @@ def computed(tensors: Sequence[torch.Tensor], body: Body, axis: str | None = Non
         made = _in_turn(given, body, order, ends)
         if made is not None:
             return torch.ops.autopar.in_order_of_rows(made, order)  # type: ignore[no-any-return]
-    values: list[Any] = [
+    values: list[PyTree] = [
         torch.ops.autopar.in_order_of_experts(x, order) if role == ROW else x
         for x, role in zip(given, body.roles, strict=True)
     ]
@@ -133,7 +134,7 @@ def _in_turn(given: Sequence[Any], body: Body, order: torch.Tensor, ends: torch.
     in_order = [torch.ops.autopar.in_order_of_experts(given[k], order) for k in of_rows]
 
     def of_expert(rows: Sequence[torch.Tensor], e: int) -> torch.Tensor:
-        values: list[Any] = [
+        values: list[PyTree] = [
             None if k in matrices else own[k][e] if k in own else x for k, x in enumerate(given)
         ]  # fmt: skip
         for k, part in zip(of_rows, rows, strict=True):
@@ -154,7 +155,7 @@ def _in_turn(given: Sequence[Any], body: Body, order: torch.Tensor, ends: torch.
     return one_after_the_other(in_order, ends, of_expert)
 
 
-def _value(values: Sequence[Any], x: torch.Tensor) -> Any:
+def _value(values: Sequence[PyTree], x: torch.Tensor) -> PyTree:
     """Return an argument of a step, with the results of earlier steps filled in."""
     if isinstance(x, Value):
         result = values[x.number]
@@ -162,7 +163,7 @@ def _value(values: Sequence[Any], x: torch.Tensor) -> Any:
     return type(x)(_value(values, each) for each in x) if isinstance(x, (list, tuple)) else x
 
 
-def _reads(value: Any, number: int) -> bool:
+def _reads(value: PyTree, number: int) -> bool:
     """Check whether arguments contain the value of step ``number``."""
     if isinstance(value, Value):
         return value.number == number

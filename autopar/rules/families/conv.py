@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes, axes_of
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
+from autopar.words.trees import PyTree
 
 _SPACE = "xyz"  # input positions; output positions are pqr, kernel positions ijk
 
@@ -29,12 +29,12 @@ def _conv(call: Call, n_space: int, groups_at: int, transposed: bool) -> Rule:
     text = f"{batch}{c} {' '.join(x)}, {weight} {' '.join(k)}{', ' + o if has_bias else ''} -> {batch}{o} {' '.join(p)}"
     uncounted = call.out.shape[-n_space:] if transposed else call.ins[0].shape[-n_space:]
 
-    def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         return call.replaced(groups_at, "groups", groups // cuts.get("g", 1))
 
     def summed(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *args: Any, cut: Cuts, sizes: Sizes = None,
-        **kwargs: Any,
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *args: PyTree, cut: Cuts, sizes: Sizes = None,
+        **kwargs: PyTree,
     ) -> torch.Tensor:
         """Compute the convolution with its input channels cut; the output and the bias are pending sums."""
         y = bilinear(lambda x, w: resolve(call.target)(x, w, None, *args, **kwargs), x, weight)

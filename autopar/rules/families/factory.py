@@ -12,6 +12,7 @@ from autopar.rules.lowering_helpers.local_shard import Sizes, positions
 from autopar.rules.notation import Lowering, Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
+from autopar.words.trees import PyTree
 
 
 @rule(
@@ -39,7 +40,7 @@ def arange_shard(
     return (index * step + start).to(dtype or (torch.int64 if exact else torch.get_default_dtype()))
 
 
-def _length(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _length(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     return call.args, {**call.kwargs, "length": call.out.shape[0]}
 
 

@@ -26,6 +26,7 @@ from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.words.placements import INVARIANT
+from autopar.words.trees import PyTree
 
 NONE, MEAN, SUM = 0, 1, 2
 ROWS = "nxyz"
@@ -209,7 +210,7 @@ def elementwise(call: Call) -> Rule:
     factors = line(f"{ins} -> {'...' if reduction == NONE else ''}", call).sizes
     n_all = prod(factors.values())
 
-    def mean_across(*args: Any, cut: Cuts, sizes: Sizes = None, **kwargs: Any) -> torch.Tensor:
+    def mean_across(*args: PyTree, cut: Cuts, sizes: Sizes = None, **kwargs: PyTree) -> torch.Tensor:
         """Return this rank's mean, weighted by its share of all elements."""
         axes = axes_except(cut)
         if sizes is None:

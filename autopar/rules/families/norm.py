@@ -20,6 +20,7 @@ from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes, axes_of, som
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample
+from autopar.words.trees import PyTree
 
 NORMALIZED = ("n0", "n1", "n2")
 """The factors of the dims that layer and RMS norm normalize."""
@@ -130,7 +131,7 @@ def group_norm(call: Call) -> Rule:
     space = list("xyz"[: len(call.ins[0].shape) - 2])
     x = " ".join(["b (g c)", *space])
 
-    def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         return call.replaced(1, "num_groups", groups // cuts.get("g", 1))
 
     return line(

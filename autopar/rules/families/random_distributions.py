@@ -13,11 +13,12 @@ from autopar.rules.lowering_helpers.local_shard import Cuts
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
+from autopar.words.trees import PyTree
 
 _ALPHA = 1.7580993408473766
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any], *names: tuple[str, Any]) -> list[Any]:
+def _given(args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *names: tuple[str, Any]) -> list[Any]:
     """Arguments by position or name, or their defaults."""
     return [args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(names)]
 
@@ -33,7 +34,8 @@ def _normal(x: torch.Tensor, draw: dict[str, Any]) -> torch.Tensor:
 
 
 def uniform_over(
-    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+    x: torch.Tensor, *args: PyTree, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards,
+    **kwargs: PyTree,
 ) -> Any:
     """Draw for ``aten.uniform``, the result of ``x.uniform_(low, high)``."""
     low, high = _given(args, kwargs, ("from", 0.0), ("to", 1.0))
@@ -41,14 +43,15 @@ def uniform_over(
 
 
 def normal_over(
-    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+    x: torch.Tensor, *args: PyTree, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards,
+    **kwargs: PyTree,
 ) -> Any:
     """Draw for ``aten.normal_functional``, the result of ``x.normal_(mean, std)``."""
     mean, std = _given(args, kwargs, ("mean", 0.0), ("std", 1.0))
     return randn(x, cut=cut, seed=seed, site=site, shape=shape, shards=shards) * std + mean
 
 
-def log_normal_over(x: torch.Tensor, *args: Any, cut: Cuts, **rest: Any) -> Any:
+def log_normal_over(x: torch.Tensor, *args: PyTree, cut: Cuts, **rest: Any) -> PyTree:
     """Draw for ``aten.log_normal``, with mean 1 and deviation 2 by default."""
     names = ("seed", "site", "shape", "shards")
     mean, std = _given(args, rest, ("mean", 1.0), ("std", 2.0))
@@ -56,7 +59,7 @@ def log_normal_over(x: torch.Tensor, *args: Any, cut: Cuts, **rest: Any) -> Any:
 
 
 def exponential_over(
-    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **rest: Any
+    x: torch.Tensor, *args: PyTree, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **rest: Any
 ) -> Any:
     """Draw for ``aten.exponential``, by inversion."""
     (rate,) = _given(args, rest, ("lambd", 1.0))
@@ -64,7 +67,8 @@ def exponential_over(
 
 
 def cauchy_over(
-    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+    x: torch.Tensor, *args: PyTree, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards,
+    **kwargs: PyTree,
 ) -> Any:
     """Draw for ``aten.cauchy``, by inversion."""
     median, sigma = _given(args, kwargs, ("median", 0.0), ("sigma", 1.0))
@@ -73,7 +77,8 @@ def cauchy_over(
 
 
 def geometric_over(
-    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+    x: torch.Tensor, *args: PyTree, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards,
+    **kwargs: PyTree,
 ) -> Any:
     """Draw for ``aten.geometric``: the number of trials until the first success."""
     (p,) = _given(args, kwargs, ("p", 0.5))
@@ -85,7 +90,8 @@ _FINE = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 
 
 def integers_over(
-    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+    x: torch.Tensor, *args: PyTree, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards,
+    **kwargs: PyTree,
 ) -> Any:
     """Draw for ``aten.random``: integers below ``to``, or in ``[from, to)``.
 
@@ -100,7 +106,8 @@ def integers_over(
 
 
 def integers_like(
-    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+    x: torch.Tensor, *args: PyTree, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards,
+    **kwargs: PyTree,
 ) -> Any:
     """Draw for ``aten.randint_like`` with ``(high)`` or ``(low, high)``."""
     low, high = (0, args[0]) if len(args) == 1 else args[:2]
@@ -118,7 +125,7 @@ def bernoulli_over(
 
 
 def permutation(
-    n: int, *, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+    n: int, *, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: PyTree
 ) -> torch.Tensor:
     """Draw for ``aten.randperm``: the order of as many random numbers."""
     device = torch.device(kwargs.get("device") or seed.device)

@@ -32,6 +32,7 @@ from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import Sample, T, prove_with, rule, sample
 from autopar.words.placements import REPLICATED, Placement, shard
+from autopar.words.trees import PyTree
 
 CELLS = "cells"
 """The option that cuts what is hidden; a factor of as many elements as a layer has cells."""
@@ -202,22 +203,22 @@ def _across(
     return (x, torch.stack(lasts), *([torch.stack(last_cells)] if last_cells else []))
 
 
-def lstm_across(*args: Any, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
+def lstm_across(*args: PyTree, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
     """Compute ``aten.lstm.input`` on this rank's cells."""
     return _across("lstm", *args, cut=cut)
 
 
-def gru_across(*args: Any, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
+def gru_across(*args: PyTree, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
     """Compute ``aten.gru.input`` on this rank's cells."""
     return _across("gru", *args, cut=cut)
 
 
-def rnn_tanh_across(*args: Any, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
+def rnn_tanh_across(*args: PyTree, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
     """Compute ``aten.rnn_tanh.input`` on this rank's cells."""
     return _across("rnn_tanh", *args, cut=cut)
 
 
-def rnn_relu_across(*args: Any, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
+def rnn_relu_across(*args: PyTree, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
     """Compute ``aten.rnn_relu.input`` on this rank's cells."""
     return _across("rnn_relu", *args, cut=cut)
 

@@ -13,6 +13,7 @@ from autopar.rules.lowering_helpers.local_shard import all_of, n_shards
 from autopar.rules.notation import Lowering, Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
+from autopar.words.trees import PyTree
 
 _FIRST = (frozenset({0}),)
 
@@ -67,7 +68,7 @@ def mean_of_piece(
     return local / prod(n_shards(cut.get(names[d], ())) for d in dims)
 
 
-def _mean_names(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _mean_names(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     kwargs = dict(call.kwargs)
     summed = {named(call.ins[0].shape)[1][d][0] for d in _dims(call)}
     if summed & set(cuts):

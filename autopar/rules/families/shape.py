@@ -11,6 +11,7 @@ from autopar.rules.notation import Localize, Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
 from autopar.rules.terms import BATCH_NAMES, Dim, Term
+from autopar.words.trees import PyTree
 
 _FIRST = (frozenset({0}),)
 
@@ -248,7 +249,7 @@ def repeat(call: Call) -> Rule:
     )
 
 
-def _fewer_repeats(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _fewer_repeats(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Return the arguments with fewer repeats, for a cut of a dim that the operator makes."""
     shape = call.ins[0].shape
     dims = named(call.out.shape)[1]
@@ -283,7 +284,7 @@ def repeat_interleave(call: Call) -> Rule:
 def _repeated_here(dim: int) -> Localize:
     """Repeats, and the argument ``output_size``, at local sizes: a dim of size 1 is cut by fewer repeats."""
 
-    def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         name = named(call.ins[0].shape)[1][dim][0]
         x, repeats, *others = call.args
         fewer, kwargs = cuts.get("repeats", 1), dict(call.kwargs)

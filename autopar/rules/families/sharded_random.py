@@ -30,6 +30,7 @@ from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 from autopar.words.graph import RowsAt
+from autopar.words.trees import PyTree, Saved
 
 Shards = Sequence[Sequence[str]]
 Site = int | tuple[int, tuple[RowsAt, ...] | None]
@@ -245,7 +246,7 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float
+        ctx: Saved, x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float
     ) -> torch.Tensor:
         from autopar.rules.families import dropout_triton
 
@@ -254,7 +255,7 @@ class _Dropped(torch.autograd.Function):
         return dropout_triton.dropped(x, row, column, threshold, scale)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Saved, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from autopar.rules.families import dropout_triton
 
         return dropout_triton.dropped(grads[0], *ctx.saved_tensors, *ctx.numbers), None, None, None, None
@@ -281,16 +282,16 @@ def feature_dropout(
     return x * mask.reshape(*mask.shape, *[1] * (x.dim() - 2)) * (1 / (1 - p) if p < 1 else 0.0)
 
 
-def _dtype(kwargs: Mapping[str, Any], x: torch.Tensor | None) -> torch.dtype:
+def _dtype(kwargs: Mapping[str, PyTree], x: torch.Tensor | None) -> torch.dtype:
     return kwargs.get("dtype") or (x.dtype if isinstance(x, torch.Tensor) else torch.get_default_dtype())
 
 
-def _device(kwargs: Mapping[str, Any], x: torch.Tensor | None, seed: torch.Tensor) -> torch.device:
+def _device(kwargs: Mapping[str, PyTree], x: torch.Tensor | None, seed: torch.Tensor) -> torch.device:
     return torch.device(kwargs.get("device") or (x.device if isinstance(x, torch.Tensor) else seed.device))
 
 
 def rand(
-    x: torch.Tensor, *_: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+    x: torch.Tensor, *_: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: PyTree
 ) -> torch.Tensor:
     """Draw for ``aten.rand`` and ``aten.rand_like``."""
     return uniform(seed, site, shape, shards, _device(kwargs, x, seed), _dtype(kwargs, x))
@@ -298,7 +299,7 @@ def rand(
 
 def randn(
     x: torch.Tensor | None, *_: Any, cut: Cuts | None, seed: Any, site: Site, shape: Sequence[int], shards: Shards,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> torch.Tensor:  # fmt: skip
     """Draw for ``aten.randn`` and ``aten.randn_like``, by Box and Muller."""
     device, dtype = _device(kwargs, x, seed), _dtype(kwargs, x)
@@ -307,7 +308,7 @@ def randn(
 
 
 def randint(
-    *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+    *args: PyTree, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: PyTree
 ) -> torch.Tensor:
     """Draw for ``aten.randint`` with ``(high, size)`` or ``(low, high, size)``."""
     low, high = (0, args[0]) if len(args) == 2 else args[:2]

@@ -33,6 +33,7 @@ from autopar.rules.function import PREFIX
 from autopar.rules.lowering_helpers.local_shard import Cuts, positions
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph, Node, Ref, RowsAt, Spec
+from autopar.words.trees import PyTree
 
 
 class WholeDraw(NamedTuple):
@@ -284,7 +285,7 @@ def _feature_alpha_dropout(
     return drawing.alpha(x, None if site[1] is None else seed.piece(site, _channels(shards)), p)
 
 
-def _drawn(*args: Any, seed: TorchDraws, site: Any, shards: Shards, **_: Any) -> torch.Tensor:
+def _drawn(*args: PyTree, seed: TorchDraws, site: Any, shards: Shards, **_: Any) -> torch.Tensor:
     """Return the draw itself as the result."""
     return seed.piece(site, shards)
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from autopar.torch_private import LocalIntNode, LocalTensor, OpOverload, local_tensor_mode, pytree
+from autopar.words.trees import PyTree, Saved
 
 DRAWS_SOMETIMES = frozenset({"scaled_dot_product_attention"})
 """Operators that draw random numbers in some of their uses; proofs and programs use them without."""
@@ -32,7 +33,7 @@ SAME_AS = {"cross_entropy": "cross_entropy_loss"}
 class OneByOne(TorchFunctionMode):
     """Runs operators of aten for one rank after the other, where sizes differ between ranks."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         kwargs = kwargs or {}
         if local_tensor_mode() is not None and (_runs_here(func) or _writes(func)):
             flat, spec = pytree.tree_flatten((args, kwargs))
@@ -122,7 +123,7 @@ class _EachRank(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, func: Any, flat: Any, spec: Any, at: Any, shape: list[Any], *tensors: LocalTensor) -> Any:
+    def forward(ctx: Saved, func: Any, flat: Any, spec: Any, at: Any, shape: list[Any], *tensors: LocalTensor) -> Any:
         mode = local_tensor_mode()
         assert mode is not None
         by_rank: dict[int, tuple[list[torch.Tensor], list[Any]]] = {}
@@ -157,7 +158,7 @@ class _EachRank(torch.autograd.Function):
         return tuple(joined)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Saved, *grads: Any) -> Any:
         by_rank: dict[int, list[torch.Tensor | None]] = {}
         ctx.values_again[:] = ctx.saved_tensors
         with ctx.mode.disable():

@@ -29,6 +29,7 @@ from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
 from autopar.words.placements import PENDING, State, axis_and_block
 from autopar.words.shards import fits, shard_of
+from autopar.words.trees import PyTree
 
 
 class RuleIsWrong(AssertionError):
@@ -65,7 +66,7 @@ class Case:
         self.tensors: list[torch.Tensor] = []
         grads: list[bool] = []
 
-        def take(value: Any) -> Any:
+        def take(value: PyTree) -> PyTree:
             if isinstance(value, T):
                 tensor = draw(value, generator).to(self.device)
                 if tensor.dtype == torch.float64:
@@ -220,7 +221,7 @@ def _run(
     n = mesh.n_devices
     seed = torch.tensor(11, device=tensors[0].device if tensors else None)
 
-    def fill(value: Any) -> Any:
+    def fill(value: PyTree) -> PyTree:
         if isinstance(value, Seed):
             return LocalTensor({r: seed.clone() for r in range(n)})
         if isinstance(value, ShardSize):
@@ -233,10 +234,10 @@ def _run(
     return [t for t in _flat(local.fn(*(fill(a) for a in local.args), **kwargs)) if isinstance(t, torch.Tensor)]
 
 
-def invoke(fn: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def invoke(fn: Any, args: PyTree, kwargs: PyTree, tensors: Sequence[torch.Tensor]) -> PyTree:
     """Call ``fn`` with tensors in place of each :class:`In` among its arguments."""
 
-    def fill(value: Any) -> Any:
+    def fill(value: PyTree) -> PyTree:
         if isinstance(value, (list, tuple)):
             return type(value)(fill(v) for v in value)
         return tensors[value.position] if isinstance(value, In) else value
@@ -244,7 +245,7 @@ def invoke(fn: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> 
     return fn(*(fill(a) for a in args), **{k: fill(v) for k, v in kwargs.items()})
 
 
-def _flat(value: Any) -> list[Any]:
+def _flat(value: PyTree) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
@@ -273,7 +274,7 @@ def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -
     return pieces
 
 
-def _pieces(value: Any, n: int) -> list[torch.Tensor]:
+def _pieces(value: PyTree, n: int) -> list[torch.Tensor]:
     if isinstance(value, LocalTensor):
         return [value._local_tensors[r].detach() for r in range(n)]
     return [value.detach()] * n

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autopar.torch_private import LocalIntNode, LocalTensor, LocalTensorMode
+from autopar.words.trees import PyTree
 
 aten = torch.ops.aten
 
@@ -58,7 +59,7 @@ QUESTIONS: dict[Any, Callable[[LocalTensor], Any]] = {
 class Simulation(LocalTensorMode):
     """``LocalTensorMode`` that answers :data:`QUESTIONS` at once."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         answer = QUESTIONS.get(func)
         if answer is not None and type(args[0]) is LocalTensor:
             return answer(args[0])
@@ -73,7 +74,7 @@ class Simulation(LocalTensorMode):
         return result
 
 
-def _dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _dispatch(cls: type, func: Any, types: Any, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
     """Dispatch for a ``LocalTensor`` outside of its mode, which happens within the mode's own work."""
     answer = QUESTIONS.get(func)
     return answer(args[0]) if answer is not None else _ORIGINAL.__func__(cls, func, types, args, kwargs)

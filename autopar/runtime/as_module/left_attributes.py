@@ -18,12 +18,13 @@ from autopar.capture import Captured
 from autopar.capture.python.attribute_outputs import Left
 from autopar.errors import RunError
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 if TYPE_CHECKING:
     from autopar.runtime.as_module.run import ParallelRun
 
 
-def leave(run: ParallelRun, values: Sequence[Any], of_step: bool) -> None:
+def leave(run: ParallelRun, values: Sequence[PyTree], of_step: bool) -> None:
     """Set the attributes after a call.
 
     Args:

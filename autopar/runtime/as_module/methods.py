@@ -20,6 +20,7 @@ from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.left_attributes import refusing_what_is_left
 from autopar.runtime.optimizers.user_optimizers import Move
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 if TYPE_CHECKING:
     from autopar.runtime.as_module.run import ParallelRun
@@ -31,7 +32,7 @@ def method_of(name: str, written: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method ``name`` of a parallel module, or of a submodule, of whose class ``written`` is."""
 
     @functools.wraps(written)
-    def method(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(self: torch.nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         at = self.__dict__.get("_autopar")
         if at is None:
             return written(self, *args, **kwargs)

@@ -8,6 +8,7 @@ import torch
 
 from autopar.errors import RunError
 from autopar.torch_private import DisableTorchFunctionSubclass, pytree
+from autopar.words.trees import PyTree
 
 _OF_FORM = frozenset({
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_meta", "names", "is_cuda", "is_cpu",
@@ -33,7 +34,7 @@ class OldParameter(torch.nn.Parameter):
         param.__class__ = OldParameter
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in _TELL_FORM or (name == "__get__" and attribute in _OF_FORM):

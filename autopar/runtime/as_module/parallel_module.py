@@ -26,6 +26,7 @@ from autopar.runtime.batches.row_sampler import RowSampler
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from autopar.runtime.parameters.dtensor_fixes import note_state
 from autopar.runtime.stages.compiled import ITSELF, compile_programs, compiled_as_callers
+from autopar.words.trees import PyTree
 
 _WRAPPERS = {
     "join": "every rank is called with the whole batch, so no rank runs out of batches before another one",
@@ -46,7 +47,7 @@ class ParallelModule(Derived):
     # -- running
 
     @compiled_as_callers
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Return the model's output for a whole batch, which every rank passes alike.
 
         All outputs are plain and whole, the same on all ranks, and any of them, or a sum of them, can be called
@@ -73,8 +74,8 @@ class ParallelModule(Derived):
 
     @compiled_as_callers
     def train_step(
-        self, *args: Any, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None,
-        scaler: torch.amp.GradScaler | None = None, **kwargs: Any,
+        self, *args: PyTree, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None,
+        scaler: torch.amp.GradScaler | None = None, **kwargs: PyTree,
     ) -> torch.Tensor:  # fmt: skip
         """Run one training step on a batch of one or more microbatches.
 
@@ -109,7 +110,7 @@ class ParallelModule(Derived):
         return self._autopar.train_step(args, kwargs, **options)
 
     @compiled_as_callers
-    def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def evaluate(self, *args: PyTree, **kwargs: PyTree) -> torch.Tensor:
         """Return the mean loss of a batch without gradients, in the mode (:meth:`train`, ``eval()``) that is set.
 
         In training mode buffers that a forward changes are changed, as the model would.
@@ -125,7 +126,7 @@ class ParallelModule(Derived):
         """
         return self._autopar.evaluate(args, kwargs)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: PyTree, **kwargs: PyTree) -> None:
         """Compile the program with ``torch.compile(program, *args, **kwargs)``, as ``nn.Module.compile`` does.
 
         In a pipeline these are the programs of this rank's stages. A program is one graph, forward and backward, with
@@ -264,7 +265,7 @@ class ParallelModule(Derived):
         if isinstance(state, torch.Tensor):  # and nothing that stands for it
             self._autopar.seeds.go_on(state)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Return the model's state dict.
 
         Of a program with random operators it also has how far these have drawn (``_extra_state``), so that a resumed
@@ -273,7 +274,8 @@ class ParallelModule(Derived):
         """
         state = super().state_dict(*args, **kwargs)
         if not self._autopar.draws() or not self._autopar.seeds.alike:
-            state.pop(kwargs.get("prefix", args[1] if len(args) > 1 else "") + EXTRA, None)
+            prefix: str = kwargs.get("prefix") or (args[1] if len(args) > 1 else "")
+            state.pop(prefix + EXTRA, None)
         for name, value in state.items():
             if isinstance(value, DTensor) and not isinstance(value, torch.nn.Parameter):
                 note_state(value, name, self._autopar.leads is not None)

@@ -28,6 +28,7 @@ from autopar.runtime.ranks.failures import Failures
 from autopar.runtime.stages.seeds import Seeds
 from autopar.runtime.variants.buckets import Buckets
 from autopar.runtime.variants.module_calls import ModuleCall
+from autopar.words.trees import PyTree
 
 Momenta = dict[str, tuple[torch.nn.Module, float]]
 """By path a batch norm, and the momentum that the program has."""
@@ -191,11 +192,11 @@ class ParallelRun:
         """Expect every rank to be called with its own rows; inputs of the names in ``without`` have none."""
         raise NotImplementedError
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run a call of the module."""
         raise NotImplementedError
 
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def evaluate(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> torch.Tensor:
         """Return the loss of a batch without gradients."""
         raise NotImplementedError
 

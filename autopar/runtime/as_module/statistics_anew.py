@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from autopar.errors import RunError
 from autopar.torch_private import preserve_version_counter
+from autopar.words.trees import PyTree
 
 if TYPE_CHECKING:
     from autopar.runtime.as_module.run import ParallelRun
@@ -46,7 +47,7 @@ def momentum_of(part: nn.Module) -> float | None:
     return momentum
 
 
-def set_momentum(part: nn.Module, value: Any) -> None:
+def set_momentum(part: nn.Module, value: PyTree) -> None:
     """Set a momentum: None and 0 are for calls of the program as it is, others for one that is captured with them.
 
     Raises:

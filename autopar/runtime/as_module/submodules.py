@@ -19,6 +19,7 @@ from autopar.runtime.as_module.methods import freeze_alike, method_of
 from autopar.runtime.as_module.statistics_anew import BATCH_NORMS, momentum_of, reset, set_momentum
 from autopar.runtime.as_module.user_module import PLACE
 from autopar.runtime.parameters.state import placed_as
+from autopar.words.trees import PyTree
 
 _CONTAINERS = (
     torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ParameterList, torch.nn.ModuleDict, torch.nn.ParameterDict,
@@ -63,7 +64,7 @@ class Derived(torch.nn.Module):
         refuse_left(run.captured, path, name)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: PyTree) -> None:
         at = place_of(self)
         if at is not None:
             run = at.run
@@ -144,7 +145,7 @@ def _label(at: Any, name: str) -> str:
     return f"{name} of '{at.path}'" if at.path else f"{name} of the {at.kind.__name__}"
 
 
-def _refuse_replacing(module: torch.nn.Module, at: Any, name: str, value: Any) -> None:
+def _refuse_replacing(module: torch.nn.Module, at: Any, name: str, value: PyTree) -> None:
     """Refuse another module or class, or anything where the model has None, which the program would go on without.
 
     Raises:
@@ -181,7 +182,7 @@ def _refuse_registering(module: torch.nn.Module, name: str, value: torch.Tensor 
         )
 
 
-def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
+def _refuse_hook(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Refuse a hook.
 
     Raises:
@@ -196,7 +197,7 @@ def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
 class Part(Derived):
     """A submodule of a parallel module. It runs only with the whole."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run on whole values, without gradients; every rank calls it.
 
         Raises:

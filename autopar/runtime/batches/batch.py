@@ -33,6 +33,7 @@ from autopar.words.graph import Node
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State
 from autopar.words.shards import local_shape
+from autopar.words.trees import PyTree, Saved
 
 Shape = tuple[int, ...]
 
@@ -46,12 +47,12 @@ class _Piece(torch.autograd.Function):
     """This rank's slice of the caller's tensor; the caller's gets the slices' gradients put together."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: Saved, whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
         ctx.state, ctx.device_mesh, ctx.shape = state, device_mesh, whole.shape
         return local_shard(whole, state, device_mesh).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Saved, grad: torch.Tensor) -> Any:  # type: ignore[override]
         return joined(grad, ctx.state, ctx.shape, ctx.device_mesh), None, None
 
 
@@ -131,7 +132,7 @@ class Batch:
             for i, number in enumerate(captured.inputs) if number is not None
         }  # fmt: skip
 
-    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], in_parts: bool = False) -> bool:
+    def fits(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], in_parts: bool = False) -> bool:
         """Check whether this is a call of the program.
 
         The structure, shapes, dtypes and plain values must be the captured ones, and no unplanned gradients be
@@ -168,7 +169,7 @@ class Batch:
             factors.add(have[0] // one[0])
         return len(factors) < 2
 
-    def check_other(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int) -> None:
+    def check_other(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], parts: int) -> None:
         """Refuse a call with other shapes for which another program would be wrong.
 
         Args:
@@ -187,7 +188,7 @@ class Batch:
         if parts > 1 and self.fits(args, kwargs, in_parts=True):
             self.check_one(self.tensors(args, kwargs), parts)
 
-    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def tensors(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> dict[str, torch.Tensor]:
         """Return the tensors of a call, by the names of the inputs; their shapes are not checked.
 
         Raises:
@@ -210,7 +211,7 @@ class Batch:
             tensors[node.target] = self._checked(self.names[i], node, leaf)
         return tensors
 
-    def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    def _leaves(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> list[Any]:
         """Return the leaves of a call, which :meth:`fits` has mostly ordered just now; they are kept no longer."""
         flat, self._flat = self._flat, None
         if flat is not None and flat[0] is args and flat[1] is kwargs:
@@ -218,8 +219,8 @@ class Batch:
         return flatten_call(self.captured, self.signature, args, kwargs)
 
     def call(
-        self, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, tensors: Mapping[str, torch.Tensor], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """Return a call of one microbatch with these tensors; everything else is as in the call of the batch."""
         leaves = flatten_call(self.captured, self.signature, args, kwargs)
         named = [None if n is None else self.captured.graph.nodes[n].target for n in self.captured.inputs]

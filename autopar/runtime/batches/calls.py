@@ -12,10 +12,11 @@ import torch
 from autopar.capture import Captured
 from autopar.errors import RunError
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 
 def flatten_call(
-    captured: Captured, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    captured: Captured, signature: inspect.Signature, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> list[Any]:
     """List the leaves of a call, in the order of the captured one.
 
@@ -37,7 +38,7 @@ def flatten_call(
 
 
 def leaves_of(
-    captured: Captured, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    captured: Captured, signature: inspect.Signature, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> list[Any] | None:
     """List the leaves as :func:`flatten_call` does; None where the call has another structure."""
     spec = captured.in_spec
@@ -64,7 +65,7 @@ def leaves_of(
 
 def example_leaves(captured: Captured) -> tuple[list[Any], pytree.TreeSpec]:
     """List example leaves without values: literals, and the spec of each tensor as text."""
-    leaves: list[Any] = []
+    leaves: list[PyTree] = []
     for i, number in enumerate(captured.inputs):
         if i in captured.literals:
             leaves.append(captured.literals[i])
@@ -90,17 +91,17 @@ def leaf_name(path: Sequence[Any]) -> str:
     return f"args{text}"
 
 
-def describe(value: Any) -> str:
+def describe(value: PyTree) -> str:
     """Describe a value for messages."""
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return f"{value!r} of type {type(value).__name__}"
 
 
-def call_text(args: Any, kwargs: Mapping[str, Any]) -> str:
+def call_text(args: PyTree, kwargs: Mapping[str, PyTree]) -> str:
     """Describe a call in a few words, such as ``(float32[8 12], labels=int64[8])``."""
 
-    def show(value: Any) -> str:
+    def show(value: PyTree) -> str:
         if isinstance(value, torch.Tensor):
             return f"{str(value.dtype).removeprefix('torch.')}[{' '.join(map(str, value.shape))}]"
         if isinstance(value, (tuple, list)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,6 +13,7 @@ from autopar.capture.batch_factor import inputs_with_rows
 from autopar.capture.in_parts import names_of, no_rows_in
 from autopar.errors import RunError
 from autopar.runtime.batches.calls import leaves_of
+from autopar.words.trees import PyTree
 
 
 def row_leaves(captured: Captured) -> frozenset[int]:
@@ -37,7 +37,7 @@ def row_leaves(captured: Captured) -> frozenset[int]:
 
 
 def check_equal_rows(
-    captured: Captured, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    captured: Captured, signature: inspect.Signature, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> None:
     """Refuse a batch whose inputs have unequal numbers of rows.
 

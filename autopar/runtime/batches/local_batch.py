@@ -31,11 +31,12 @@ from autopar.runtime.ranks.agree import mesh_group
 from autopar.runtime.ranks.groups import groups_on
 from autopar.torch_private import pytree
 from autopar.words.placements import State, shard
+from autopar.words.trees import PyTree, Saved
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def rows_in(args: tuple[Any, ...], kwargs: Mapping[str, Any], without: Collection[str] = ()) -> int | None:
+def rows_in(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], without: Collection[str] = ()) -> int | None:
     """Rows of a call; None of one with DTensors, or in which nothing has rows.
 
     Args:
@@ -72,7 +73,7 @@ class RowsOfRanks:
         self.counts: list[int] | None = None
 
     def uneven_counts(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog]
+        self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], logs: Sequence[CollectiveLog]
     ) -> list[int] | None:
         """Return each rank's number of rows if they are unequal.
 
@@ -110,7 +111,7 @@ class LocalBatch(RowsOfRanks):
         self.state = State([shard(0)] * device_mesh.ndim)
 
     def put_together(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog]
+        self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], logs: Sequence[CollectiveLog]
     ) -> Call | None:
         """Return the call with all rows of all ranks if their numbers are unequal; None where they are equal.
 
@@ -131,7 +132,7 @@ class LocalBatch(RowsOfRanks):
             call, counts, counts, self.place, group, self.exchange.order, self.exchange, self.without
         )  # fmt: skip
 
-    def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    def whole(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Call:
         """Return the call with the whole batch: DTensors in place of tensors, of which this rank holds its rows.
 
         Inputs with rows are cut among the ranks; DTensors keep their own placements.
@@ -149,7 +150,7 @@ class LocalBatch(RowsOfRanks):
         positional, by_name = pytree.tree_unflatten(joined, spec)
         return positional, by_name
 
-    def parts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[Call]:
+    def parts(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], count: int) -> list[Call]:
         """Return the calls of a step in ``count`` microbatches, each with rows of every rank.
 
         Raises:
@@ -189,7 +190,7 @@ class _LocalBatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: torch.Tensor, state: State, shape: tuple[int, ...], local_batch: LocalBatch
+        ctx: Saved, value: torch.Tensor, state: State, shape: tuple[int, ...], local_batch: LocalBatch
     ) -> torch.Tensor:  # fmt: skip
         ctx.state, ctx.shape, ctx.local_batch = state, shape, local_batch
         whole = as_dtensor(value, state, shape, local_batch.device_mesh)
@@ -197,7 +198,7 @@ class _LocalBatch(torch.autograd.Function):
         return rows.clone() if rows is value or rows._base is not None else rows
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Saved, grad: torch.Tensor) -> Any:  # type: ignore[override]
         local_batch = ctx.local_batch
         rows = grad.contiguous() / local_batch.ranks
         whole = as_dtensor(rows, local_batch.state, ctx.shape, local_batch.device_mesh)

@@ -27,6 +27,7 @@ from autopar.runtime.batches.uneven_rows import put_together
 from autopar.runtime.parameters.state import as_dtensor
 from autopar.words.meshes import Mesh
 from autopar.words.placements import REPLICATED, State, shard
+from autopar.words.trees import PyTree
 
 
 def parts_on(meshes: Sequence[Mesh]) -> int:
@@ -60,7 +61,7 @@ class RowsInStages(RowsOfRanks):
         self._senders = list(mine[:: len(mine) // parts])
 
     def put_together(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog], everyone: Any
+        self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], logs: Sequence[CollectiveLog], everyone: Any
     ) -> Call | None:
         """Return the call with the rows of the whole batch if its parts are unequal; None where they are equal.
 

@@ -24,6 +24,7 @@ from autopar.torch_private import (
     pytree,
 )
 from autopar.words.placements import REPLICATED, State
+from autopar.words.trees import PyTree, Saved
 
 IN_SHARDS = (
     "this output is in pieces on the ranks, so all ranks must read it, at the same place in the program; read it on "
@@ -155,7 +156,7 @@ class Unread(torch.Tensor):
         return self._plain
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if func in _ABOUT:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -163,7 +164,7 @@ class Unread(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: PyTree = (), kwargs: PyTree = None) -> PyTree:  # type: ignore[override]
         """Handle what C++ code does without Python, such as collectives: below autograd, on the values."""
         args, kwargs = pytree.tree_map_only(Unread, lambda x: Unread.whole(x).detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -171,11 +172,11 @@ class Unread(torch.Tensor):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, unread: Unread) -> torch.Tensor:
+    def forward(ctx: Saved, unread: Unread) -> torch.Tensor:
         return joined(unread._local, unread._state, unread.shape, unread._mesh).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Saved, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return grad
 
 
@@ -183,12 +184,12 @@ class _Pending(torch.autograd.Function):
     """A gradient that is whole on every rank, where ranks' gradients are to be added up: one of them gives it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gives: bool) -> torch.Tensor:
+    def forward(ctx: Saved, x: torch.Tensor, gives: bool) -> torch.Tensor:
         ctx.gives = gives
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Saved, grad: torch.Tensor) -> Any:  # type: ignore[override]
         return grad if ctx.gives else torch.zeros_like(grad), None
 
 
@@ -207,14 +208,14 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, state: State, shape: Sequence[int], mesh: DeviceMesh, meet: Callable[[], None]
+        ctx: Saved, local: torch.Tensor, state: State, shape: Sequence[int], mesh: DeviceMesh, meet: Callable[[], None]
     ) -> Unread:
         ctx.state, ctx.device_mesh = state, mesh
         return Unread(local.detach(), state, shape, mesh, meet)
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Saved, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """Convert a replicated gradient to the form that this rank's shard takes."""
         return local_shard(grad, ctx.state, ctx.device_mesh).contiguous(), None, None, None, None
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from autopar.runtime.batches.calls import leaves_of
 from autopar.runtime.batches.equal_rows import check_equal_rows
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 COPIED_BYTES = 1 << 20
 """Bytes up to which the rows of one rank are repeated for a microbatch of all, by which a program is looked for."""
@@ -58,7 +58,8 @@ def sizes(rows: int, most: int) -> list[tuple[int, int]]:
 
 
 def runs(
-    captured: Captured, signature: inspect.Signature, planned: int, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    captured: Captured, signature: inspect.Signature, planned: int, args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
     ranks: int = 1, most: int | None = None,
 ) -> list[Run]:  # fmt: skip
     """Return the runs of a call.
@@ -85,7 +86,7 @@ def runs(
     cut = [has and leaf.shape[0] == rows for leaf, has in zip(leaves, has_rows, strict=True)]
     runs_of_call, begin = [], 0
 
-    def part(start: int, length: int, ranks: int = 1) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def part(start: int, length: int, ranks: int = 1) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         if length == rows and ranks == 1:
             return tuple(args), dict(kwargs)
         some = [leaf.narrow(0, start, length) if c else leaf for leaf, c in zip(leaves, cut, strict=True)]
@@ -114,8 +115,8 @@ def rows_of_microbatch(captured: Captured) -> int:
 
 
 def _have_rows(
-    captured: Captured, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-    leaves: list[Any],
+    captured: Captured, signature: inspect.Signature, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree],
+    leaves: list[PyTree],
 ) -> list[bool]:  # fmt: skip
     """Return, for each leaf of a call, whether it may have the batch's rows."""
     in_order = leaves_of(captured, signature, args, kwargs)

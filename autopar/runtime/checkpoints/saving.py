@@ -25,6 +25,7 @@ from autopar.runtime.checkpoints.durable_files import summed, sync_folder
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank, full_state_dict
 from autopar.runtime.parameters.dtensor_fixes import meet_at
 from autopar.runtime.ranks.agree import everywhere
+from autopar.words.trees import PyTree
 
 
 def save(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
@@ -81,7 +82,7 @@ def _write(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _dtensors(value: Any) -> Iterator[DTensor]:
+def _dtensors(value: PyTree) -> Iterator[DTensor]:
     """Yield the DTensors in a state, in its order."""
     if isinstance(value, DTensor):
         yield value
@@ -93,7 +94,7 @@ def _dtensors(value: Any) -> Iterator[DTensor]:
             yield from _dtensors(item)
 
 
-def _whole(value: Any, keep: bool) -> Any:
+def _whole(value: PyTree, keep: bool) -> PyTree:
     """Return a state with plain tensors; without them where it is not kept."""
     if isinstance(value, ParallelModule):
         return full_state_dict(value)

@@ -59,6 +59,7 @@ from autopar.runtime.ranks.agent_messages import SAVED, tell_agent
 from autopar.runtime.ranks.agree import everywhere, share
 from autopar.runtime.ranks.groups import group_of_members
 from autopar.runtime.ranks.store_meeting import any_of, from_all, said_by
+from autopar.words.trees import PyTree
 from hardware_profiles.strict import parse_json
 
 MOST_TRIES = 20
@@ -604,7 +605,7 @@ def _plain_bytes(state: dict[str, Any]) -> bytes:
         RunError: something in it could not be loaded, since that would run code of the file's.
     """
 
-    def written(value: Any) -> bytes:
+    def written(value: PyTree) -> bytes:
         file = io.BytesIO()
         torch.save(value, file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True, map_location="cpu")

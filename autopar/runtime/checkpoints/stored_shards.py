@@ -25,6 +25,7 @@ from torch.utils.serialization import config
 from autopar.errors import RunError
 from autopar.runtime.checkpoints.durable_files import Sum, summed
 from autopar.torch_private import StorageInfo
+from autopar.words.trees import PyTree
 
 METADATA = ".metadata"
 """torch's own file: which pieces of which tensors are where."""
@@ -184,7 +185,7 @@ class ShardReader(FileSystemReader):
         super().__init__(folder)
         self.metadata = metadata
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: PyTree, **kwargs: PyTree) -> Metadata:
         """Return what was read before."""
         return self.metadata
 

@@ -46,6 +46,7 @@ from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.program_cache import AllWell, Fields, Replan, check_values
 from autopar.runtime.variants.recaptured import fields_of, resume, take
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 MOVED = (
     "backward() of a call before the last one, and the last one's bucket has parameters in other pieces, in which they "
@@ -152,7 +153,7 @@ class MeshRun(ParallelRun):
         shape = self.captured.graph.nodes[self.captured.graph.index[name]].out.shape
         return as_dtensor(value, state, shape, self.device_mesh).full_tensor() if state.is_cut else value
 
-    def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def batch_of(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> dict[str, torch.Tensor]:
         """Return the tensors of a call of the program that runs now, by input name."""
         return self.batch.tensors(args, kwargs)
 
@@ -213,14 +214,14 @@ class MeshRun(ParallelRun):
 
     # -- running
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Return the outputs of a call, padded to its bucket where there are buckets."""
         if self.buckets is None:
             return self.run_call(args, kwargs)
         (args, kwargs), padding = self.buckets.padded(args, kwargs)
         return self.buckets.cut(self.run_call(args, kwargs), padding)
 
-    def run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_step: bool = False) -> Any:
+    def run_call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], of_step: bool = False) -> PyTree:
         """:meth:`forward` of a call that is of its bucket's shape, where there are buckets.
 
         Args:
@@ -229,7 +230,7 @@ class MeshRun(ParallelRun):
         with without_inference_mode():
             return self.run_checked(args, kwargs, of_step)
 
-    def run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_step: bool) -> Any:
+    def run_checked(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], of_step: bool) -> PyTree:
         """Run a call, on all ranks or on none."""
         call = self.calls + 1
         failures = self.failures
@@ -252,7 +253,7 @@ class MeshRun(ParallelRun):
             with taken_anew(self):
                 return outputs_of(self, self.call_program(call, args, kwargs), call, of_step)
 
-    def rows_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def rows_of_all(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Call | None:
         """Return a call with the rows of all ranks, where each has its own and not equally many; else None."""
         if (
             self.local_batch is None
@@ -268,7 +269,7 @@ class MeshRun(ParallelRun):
         """Around a part of a step: what fails in it on one rank ends the step on all."""
         return self.failures.during(where) if self.failures is not None else contextlib.nullcontext()
 
-    def call_program(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def call_program(self, call: int, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Any, ...]:
         """Run the program, which takes a call of these shapes."""
         if torch.jit.is_tracing():
             raise RunError(
@@ -306,7 +307,7 @@ class MeshRun(ParallelRun):
         return crossed(stage.gradients, stage.probe, inputs, run, around)
 
     def inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], seen: Seen | None
     ) -> dict[str, torch.Tensor]:
         """Local inputs by name; what ranks are to compare goes into ``seen``."""
         stage, batch = self.stage, self.batch
@@ -332,7 +333,7 @@ class MeshRun(ParallelRun):
         return self.stage.held_params
 
     def train_step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, optimizer: torch.optim.Optimizer | None = None,
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, optimizer: torch.optim.Optimizer | None = None,
         microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Run a training step; arguments as of ``ParallelModule.train_step``."""
@@ -360,7 +361,7 @@ class MeshRun(ParallelRun):
         with self.fails_everywhere(f"{what} of call {self.calls + 1}"):
             yield
 
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def evaluate(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> torch.Tensor:
         """Return the loss of a batch without gradients."""
         with torch.no_grad():
             outputs = pytree.tree_leaves(self.forward(*args, **kwargs))

@@ -33,6 +33,7 @@ from autopar.runtime.stages.seeds import PlaceInBatch
 from autopar.runtime.variants.module_calls import ModuleCall, batch_rows, parts_of
 from autopar.torch_private import pytree
 from autopar.words.autocasting import without_autocast
+from autopar.words.trees import PyTree
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class StepPart:
 
 
 def parts_of_step(
-    pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None
+    pm: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], microbatches: int | None
 ) -> list[StepPart]:  # fmt: skip
     """Return the parts of a step, before the first of them begins; every rank calls it.
 
@@ -89,7 +90,7 @@ def _may_be_uneven(pm: Any) -> bool:
     return follows and is_replicated and not any(has_hooks(param) for param in pm.parameters())
 
 
-def _of_local_batch(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[StepPart]:
+def _of_local_batch(pm: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], count: int | None) -> list[StepPart]:
     """Return the parts of a step of which every rank has equally many rows."""
     assert pm.local_batch is not None
     without = no_rows_in(pm.planned)
@@ -123,7 +124,7 @@ def _rows_between(batch: Call, rows: int, begin: int, length: int, without: Coll
     return positional, by_name
 
 
-def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[Run] | None:
+def _uneven(pm: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], count: int | None) -> list[Run] | None:
     """Return the runs of a batch whose rows do not divide; None where they do, or it cannot be known what has rows."""
     planned = pm.planned
     try:
@@ -292,7 +293,7 @@ def backwards(
 
 
 def whole_inputs(
-    pm: Any, ahead: TotalsAhead, args: tuple[Any, ...], kwargs: dict[str, Any]
+    pm: Any, ahead: TotalsAhead, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> dict[str, torch.Tensor]:
     """Return the inputs from which totals of the batch follow, whole: ranks may be called with their pieces."""
     tensors = pm.batch_of(args, kwargs)

@@ -18,6 +18,7 @@ from autopar.errors import RunError
 from autopar.runtime.as_module.run import ParallelRun, on_all_ranks
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank
 from autopar.runtime.ranks.agree import everywhere
+from autopar.words.trees import PyTree
 
 Groups = list[list[str]]
 """Names of the parameters of each group of an optimizer."""
@@ -120,7 +121,7 @@ def load_full_optimizer_state_dict(
         optimizer.load_state_dict({"state": ready, "param_groups": of_groups})
 
 
-def _whole(value: Any, keep: bool) -> Any:
+def _whole(value: PyTree, keep: bool) -> PyTree:
     """Return a value of a state as one device has it, on the CPU; the ranks that share a DTensor call this together."""
     if isinstance(value, torch.Tensor):
         detached: Any = value.detach()

@@ -34,6 +34,7 @@ from autopar.rules.families.sharded_random import bits_at
 from autopar.torch_private import OPTIMIZER_STATES
 from autopar.words.precision import Precision
 from autopar.words.shards import shard_of
+from autopar.words.trees import PyTree
 
 AT_ONCE = 1 << 24
 """Elements, on a rank, whose wide copies are there together."""
@@ -84,7 +85,7 @@ def is_used() -> bool:
 
 
 @torch.compiler.disable
-def _refuse_unknown(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_unknown(optimizer: torch.optim.Optimizer, args: PyTree, kwargs: PyTree) -> None:
     """Refuse optimizers whose state is not known.
 
     Raises:
@@ -120,7 +121,7 @@ def _refuse_unknown(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
 class _Born(TorchFunctionMode):
     """A mode in which tensors made like a parameter have the format of its moments."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         kwargs = kwargs or {}
         if func in (torch.zeros_like, torch.full_like) and isinstance(args[0], torch.nn.Parameter) and args[0] in _kept:
             kwargs = {**kwargs, "dtype": _dtype(_kept[args[0]].policy.moments)}
@@ -216,7 +217,7 @@ def _placed_as(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def _wide(values: Sequence[Any], entries: Sequence[_Kept | None]) -> list[Any]:
+def _wide(values: Sequence[PyTree], entries: Sequence[_Kept | None]) -> list[Any]:
     """Local tensors in the format that the step of each parameter computes in; the very ones that have it already."""
     return [
         _local(value).to(_computes_in(entry)) if entry is not None and _is_cast(value, entry) else _local(value)
@@ -224,7 +225,7 @@ def _wide(values: Sequence[Any], entries: Sequence[_Kept | None]) -> list[Any]:
     ]
 
 
-def _is_cast(value: Any, entry: _Kept) -> bool:
+def _is_cast(value: PyTree, entry: _Kept) -> bool:
     """Check whether a value is stepped on as a wide copy."""
     return (
         isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -233,7 +234,7 @@ def _is_cast(value: Any, entry: _Kept) -> bool:
     )  # fmt: skip
 
 
-def _back(value: Any, wide: Any, param: torch.Tensor, entry: _Kept | None, position: int) -> Any:
+def _back(value: PyTree, wide: Any, param: torch.Tensor, entry: _Kept | None, position: int) -> PyTree:
     """Write what a step left in a wide copy into the value that it is a copy of; or give what the step has made."""
     if entry is None or not isinstance(wide, torch.Tensor):
         return wide
@@ -290,7 +291,7 @@ def _places(param: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
     return [torch.arange(start, start + length, device=device) for start, length in pieces]
 
 
-def _local(value: Any) -> Any:
+def _local(value: PyTree) -> PyTree:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.parameters.state import like
+from autopar.words.trees import PyTree
 
 if TYPE_CHECKING:
     from autopar.runtime.as_module.run import ParallelRun
@@ -136,7 +137,7 @@ class Move:
         """Return lists of parameters that are the groups' own, which the move changes in place."""
         return {id(options["params"]) for options in self.optimizer.param_groups}
 
-    def _holds(self, value: Any, shared: set[int], depth: int = 3) -> bool:
+    def _holds(self, value: PyTree, shared: set[int], depth: int = 3) -> bool:
         if isinstance(value, torch.Tensor):
             return id(value) in self.names
         if depth == 0 or id(value) in shared:
@@ -189,7 +190,7 @@ class _Shaped:
         self.shape, self.dtype = tuple(like.shape), like.dtype
 
 
-def _described(key: str, value: Any, param: torch.Tensor) -> Any:
+def _described(key: str, value: PyTree, param: torch.Tensor) -> PyTree:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu() if _scalar(key, value, param) else _Shaped(value)
     return value
@@ -200,7 +201,7 @@ def _scalar(key: str, value: torch.Tensor, param: torch.Tensor) -> bool:
     return value.ndim == 0 and (param.ndim > 0 or key == "step")
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: PyTree) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -211,7 +212,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(v)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: PyTree) -> PyTree:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 

@@ -33,6 +33,7 @@ from autopar.torch_private import (
     found_inf_reduce_handler,
     generate_redistribute_costs,
 )
+from autopar.words.trees import PyTree
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -136,7 +137,7 @@ def meet_at(device_mesh: DeviceMesh, verb: str, what: str) -> None:
         mesh_and_meeting[1].meet(verb, what, "all ranks must do it: call it outside of `if rank == 0`")
 
 
-def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _number(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """Read the number that a DTensor of one element holds, on every rank.
 
     Raises:
@@ -153,7 +154,7 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return op(args[0].detach().full_tensor())
 
 
-def _unscaled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _unscaled(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
     """Gradients by placement, so that each kind of placement has what it found reduced as it needs."""
     kinds: dict[Any, list[DTensor]] = {}
     for grad in args[0]:
@@ -162,7 +163,7 @@ def _unscaled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found_inf_reduce_handler(op, (grads, *args[1:]), kwargs)
 
 
-def _refused(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refused(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """Refuse a collective of torch.distributed that was called with a DTensor.
 
     Raises:

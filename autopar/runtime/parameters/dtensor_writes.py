@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.runtime.parameters.state import like
 from autopar.torch_private import DTENSOR_HANDLERS, DTensorSpec, TensorMeta, pytree, return_and_correct_aliasing
+from autopar.words.trees import PyTree
 
 _ATEN = torch.ops.aten
 ON_WHOLE = (
@@ -95,7 +96,7 @@ def take(tensor: Any, whole: torch.Tensor) -> None:
         tensor._local_tensor.copy_(like(tensor, whole)._local_tensor)  # type: ignore[attr-defined]
 
 
-def run_on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+def run_on_whole(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh) -> PyTree:
     """Run an operator on whole tensors; every rank takes its shard of those it writes to, others are replicated.
 
     Random numbers are placed like the tensor whose shape they have.
@@ -139,7 +140,7 @@ def run_on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: D
         return pytree.tree_map_only(torch.Tensor, placed, result)
 
 
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+def _written(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Iterator[Any]:
     for i, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -151,7 +152,7 @@ def handle_on_whole(meshes: set[DeviceMesh]) -> None:
     handlers: dict[Any, Any] = DTENSOR_HANDLERS.get()
     before = dict(handlers)
 
-    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         dtensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
         pending = op not in PENDING_ON_WHOLE or any(p.is_partial() for p in dtensors[0].placements)
         if pending and dtensors[0].device_mesh in meshes:

@@ -31,6 +31,7 @@ from autopar.torch_private import (
     allow_plain_tensors,
     pytree,
 )
+from autopar.words.trees import PyTree
 
 _meshes: set[DeviceMesh] = set()
 """Those of parallel modules."""
@@ -81,7 +82,7 @@ def _copies(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 def _beside_plain(operator: Callable[[Any, Any], Any]) -> Callable[[DTensor, Any], Any]:
     """Make an arithmetic operator return a plain tensor for a DTensor that is a number and a plain tensor."""
 
-    def of(mine: DTensor, value: Any) -> Any:
+    def of(mine: DTensor, value: PyTree) -> PyTree:
         if type(value) is torch.Tensor and (mesh := mine.device_mesh) in _meshes:
             if mine.ndim == 0:
                 number = mine.full_tensor()
@@ -113,7 +114,7 @@ def _replicated(op: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensorSpec:
 
 
 def _result(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, sharding: Any, results: Any,
+    op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], mesh: DeviceMesh, sharding: Any, results: Any,
     participating: bool, is_inplace: bool, is_out: bool,
 ) -> Any:  # fmt: skip
     """Wrap the local results of an operator; torch's own wrapper knows no plain tensor that is written to."""
@@ -131,7 +132,7 @@ def _result(
     return written
 
 
-def _strategy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], info: Any, try_cache: bool) -> Any:
+def _strategy(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], info: Any, try_cache: bool) -> PyTree:
     """Return how an operator is sharded; for one that torch cannot shard, its result on whole tensors."""
     try:
         return _strategy_of(op, args, kwargs, info, try_cache)

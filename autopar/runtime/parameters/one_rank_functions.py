@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.torch_private import STATE_DICT_OPTIONS, TOTAL_NORM
+from autopar.words.trees import PyTree
 
 NOTHING = (
     "torch's norm of gradients, as of clip_grad_norm_, was called for parameters none of which has a gradient, so "
@@ -60,7 +61,7 @@ def flat_optimizer_states() -> None:
         return
 
     @functools.wraps(real)
-    def verify(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def verify(model: torch.nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         bound = inspect.signature(real).bind(model, *args, **kwargs)
         if getattr(model.__dict__.get("_autopar"), "leads", None) is not None:
             options = bound.arguments.get("options") or dsd.StateDictOptions()
@@ -95,7 +96,7 @@ def _wrap() -> None:
 
 def _refusing(real: Any) -> Any:
     @functools.wraps(real)
-    def total_norm(tensors: Iterable[torch.Tensor] | torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def total_norm(tensors: Iterable[torch.Tensor] | torch.Tensor, *args: PyTree, **kwargs: PyTree) -> torch.Tensor:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if not tensors and NOTHING not in _said and not _meshes:
             _said.add(NOTHING)

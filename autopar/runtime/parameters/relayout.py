@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.plans.plan import ParamChoice
 from autopar.runtime.parameters.state import torch_placements
+from autopar.words.trees import PyTree
 
 _moved: Any = WeakIdKeyDictionary()
 """Parameters whose layout has changed since they were made."""
@@ -59,7 +60,7 @@ def _move(tensor: DTensor, placements: tuple[Any, ...]) -> None:
     tensor._spec = there._spec
 
 
-def _state_follows(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _state_follows(optimizer: torch.optim.Optimizer, args: PyTree, kwargs: PyTree) -> None:
     """Before a step: what an optimizer keeps of a parameter is in the pieces in which the parameter is."""
     for group in optimizer.param_groups:
         for param in group["params"]:

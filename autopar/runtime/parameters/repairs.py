@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.torch_private import TORCH, Replaceable
+from autopar.words.trees import PyTree
 
 _MISSING = object()
 
@@ -42,7 +43,7 @@ class Replacement:
             return self.owner.get(self.name, _MISSING)
         return vars(self.owner).get(self.name, _MISSING)
 
-    def _write(self, value: Any) -> None:
+    def _write(self, value: PyTree) -> None:
         if isinstance(self.owner, Replaceable):
             self.owner.set(value)
         elif isinstance(self.owner, MutableMapping):

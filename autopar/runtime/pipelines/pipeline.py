@@ -51,6 +51,7 @@ from autopar.runtime.variants.buckets import Padding
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.program_cache import AllWell, Fields
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 
 class PipelineRun(ParallelRun):
@@ -197,7 +198,7 @@ class PipelineRun(ParallelRun):
     # -- a step
 
     def train_step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, optimizer: torch.optim.Optimizer | None = None,
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, optimizer: torch.optim.Optimizer | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Run a training step; arguments as of ``ParallelModule.train_step``."""
@@ -270,14 +271,14 @@ class PipelineRun(ParallelRun):
 
     # -- without gradients
 
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def evaluate(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> torch.Tensor:
         """Return the mean loss of a batch without gradients."""
         with self.all_in_step("a forward without gradients"):
             ready = ready_runs(self, args, kwargs, "to evaluate")
             losses = [loss for loss, _ in forwards(self, ready)]
             return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Return the outputs of a batch in eval mode, without gradients.
 
         Raises:

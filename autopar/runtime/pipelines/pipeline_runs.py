@@ -19,12 +19,13 @@ from autopar.runtime.pipelines.ready_runs import Ready, with_totals_of_batch
 from autopar.runtime.stages.seeds import PlaceInBatch
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.program_cache import check_values
+from autopar.words.trees import PyTree
 
 _Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
 
 
 def ready_runs(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to_do: str | None = None
+    module: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], to_do: str | None = None
 ) -> list[Ready]:  # fmt: skip
     """Return the runs of a batch, with their programs in place, before the first of them begins.
 
@@ -63,7 +64,7 @@ def ready_runs(
     )
 
 
-def _runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
+def _runs(module: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[Run]:
     """Return the runs of a batch."""
     captured, planned = module.planned
     ranks = module.rows.ranks if module.rows is not None else 1

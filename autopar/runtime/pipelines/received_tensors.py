@@ -7,10 +7,10 @@ tensor lives for as long as operators read it or autograd saved it, as any other
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.autograd.graph import get_gradient_edge
+
+from autopar.words.trees import Saved
 
 
 class Arrived:
@@ -63,12 +63,12 @@ class _PassedOn(torch.autograd.Function):
     """The identity; its result wants a gradient because the anchor does."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[torch.Tensor], piece: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Saved, gradients: list[torch.Tensor], piece: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         ctx.gradients = gradients
         return piece.view_as(piece)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Saved, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
         ctx.gradients[:] = [gradient]
         return None, None, None
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.torch_private import OPEN_STORE, name_attempt, uses_store_of_agent
+from autopar.words.trees import PyTree
 
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.002, 0.1
 TOLD_AFTER_SECONDS = 60.0
@@ -45,7 +46,9 @@ def separate_attempts() -> None:
         name_attempt(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
 
     @wraps(open_store)
-    def opened(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *args: Any, **kw: Any) -> Any:
+    def opened(
+        hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *args: PyTree, **kw: Any
+    ) -> PyTree:
         store = open_store(hostname, port, rank, world_size, timeout, *args, **kw)
         return of_attempt(store, rank, world_size, timeout) if uses_store_of_agent() else store
 

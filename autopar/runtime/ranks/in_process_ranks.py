@@ -23,6 +23,7 @@ from autopar.torch_private import LocalTensor
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, path
+from autopar.words.trees import PyTree
 from cost_models.schedules.actions import Action, Schedule
 
 
@@ -94,7 +95,7 @@ def run_step(  # noqa: C901  (a step from end to end)
         stored: dict[str, LocalTensor] = {}
         buffer_shards: dict[str, tuple[LocalTensor, State]] = {}
         taken: dict[str, tuple[LocalTensor, State]] = {}
-        values: list[Any] = []
+        values: list[PyTree] = []
         for slot in program.slots:
             if slot.kind == "param":
                 choice: ParamChoice = plan.params[slot.name]

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, RunError
 from autopar.runtime.ranks.attempts import separate_attempts
 from autopar.runtime.ranks.threads import end_rank
+from autopar.words.trees import PyTree
 
 GRACE_SECONDS = 2.0
 PRELOADED = [
@@ -49,7 +50,7 @@ A backward of ResNet-18's last stage took 24 or 55 ms.
 def run_local(
     fn: Callable[..., Any],
     n: int,
-    *args: Any,
+    *args: PyTree,
     timeout: float = 300.0,
     env: dict[str, str] | None = None,
     threads: int = 1,
@@ -258,7 +259,7 @@ def _end_with_launcher() -> None:
 
 
 def _rank(
-    pipe: Connection, fn: Callable[..., Any], args: Any, rank: int, env: Mapping[str, str | None], timeout: float,
+    pipe: Connection, fn: Callable[..., Any], args: PyTree, rank: int, env: Mapping[str, str | None], timeout: float,
     threads: int, backend: str,
 ) -> None:  # fmt: skip
     # the rank's own processes, a data loader's workers, start as they do under torchrun

@@ -12,7 +12,8 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+
+from autopar.words.trees import PyTree
 
 LONGEST_SECONDS = 10.0
 """How long a thread is waited for at exit: a request to a store that is gone, or far away, may not return."""
@@ -25,7 +26,7 @@ class StoreThread(threading.Thread):
         told_to_end: set for the thread to look at, and to wait for between two requests.
     """
 
-    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], told_to_end: threading.Event) -> None:
+    def __init__(self, target: Callable[..., None], args: tuple[PyTree, ...], told_to_end: threading.Event) -> None:
         super().__init__(target=target, args=args, daemon=True)
         self.told_to_end = told_to_end
         _running.add(self)

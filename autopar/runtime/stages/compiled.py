@@ -26,6 +26,7 @@ from autopar.runtime.parameters.redistribution import apply
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.stages.compiled_order import OneOrder
 from autopar.torch_private import callers_compiler, options_of_compiler
+from autopar.words.trees import PyTree, Saved
 
 CompileArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of ``torch.compile``."""
@@ -41,14 +42,14 @@ class _Gathered(torch.autograd.Function):
     """The values of a parameter from this rank's piece; its gradient is the leaf's."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, piece: torch.Tensor, held_param: HeldParam) -> torch.Tensor:
+    def forward(ctx: Saved, leaf: torch.Tensor, piece: torch.Tensor, held_param: HeldParam) -> torch.Tensor:
         x = piece.to(held_param.dtype) if held_param.casts else piece
         for reshard_step in held_param.reshard_steps:
             x = apply(reshard_step.forward, x, reshard_step)
         return x.clone(memory_format=torch.contiguous_format) if x is piece else x.contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Saved, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grads[0], None, None
 
 
@@ -91,7 +92,7 @@ def check_compiled(program: Program, options: dict[str, Any]) -> None:
         )
 
 
-def compile_programs(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def compile_programs(pm: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
     """Compile the programs of a parallel module, that which runs now and those that are kept for other calls.
 
     Raises:
@@ -119,14 +120,14 @@ def compiled_as_callers(method: Method) -> Method:
     """
 
     @torch.compiler.disable
-    def run(pm: Any, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(pm: Any, compiler: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         if callable(compiler):  # not None, of no compiler, nor False, of what was compiled already
             _compile_as(pm._autopar, options_of_compiler(compiler))
         return method(pm, *args, **kwargs)
 
     @torch.compiler.disable(recursive=False)  # this frame alone, which sees the caller's compiler
     @functools.wraps(method)
-    def seen(pm: Any, *args: Any, **kwargs: Any) -> Any:
+    def seen(pm: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return run(pm, callers_compiler(), args, kwargs)
 
     return seen  # type: ignore[no-any-return]

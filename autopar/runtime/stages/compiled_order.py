@@ -34,6 +34,7 @@ from autopar.runtime.ranks.ended import ended
 from autopar.runtime.ranks.presence import name_of
 from autopar.runtime.ranks.store_meeting import LEAST_SECONDS, LONGEST_LOOK_SECONDS, TOLD_AFTER_SECONDS, looks
 from autopar.torch_private import AOT_COMPILE, backend_named, default_store, group_names, timeout_of_world
+from autopar.words.trees import PyTree
 
 AGAIN_SECONDS = 60.0
 """How long a rank waits for others where it has compiled a graph again with collectives in another order than before:
@@ -236,7 +237,7 @@ class _Compared:
         returned, name = False, ""
 
         def noting(compiler: Callable[..., Any]) -> Callable[..., Any]:
-            def compile_noted(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            def compile_noted(graph: torch.fx.GraphModule, *args: PyTree, **kwargs: PyTree) -> PyTree:
                 collectives = collectives_of(graph.graph, order.axes, order.places)
                 result = compiler(graph, *args, **kwargs)
                 if returned:  # the backward is compiled when it is to run
@@ -250,7 +251,7 @@ class _Compared:
 
         aot_compile = AOT_COMPILE.get()
 
-        def with_notes(*args: Any, **kwargs: Any) -> Any:
+        def with_notes(*args: PyTree, **kwargs: PyTree) -> PyTree:
             compilers = ("fw_compiler", "bw_compiler", "inference_compiler")
             noted = {name: noting(kwargs[name]) for name in compilers if kwargs.get(name) is not None}
             return aot_compile(*args, **{**kwargs, **noted})
@@ -262,7 +263,7 @@ class _Compared:
             return run
         agreed = False
 
-        def run_agreed(*args: Any) -> Any:
+        def run_agreed(*args: PyTree) -> PyTree:
             nonlocal agreed, name
             if not agreed:
                 name = order.compare(tuple(itertools.chain(*graphs)), kind)

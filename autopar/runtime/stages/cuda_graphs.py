@@ -26,6 +26,7 @@ from autopar.runtime.stages.seeds import PlaceInBatch
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.program_cache import check_values
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 WARM_STEPS = 3
 """Steps before the recording, in which kernels are chosen and compiled, and communicators made."""
@@ -72,7 +73,7 @@ class GraphedStep:
     before. Every rank replays it alike.
     """
 
-    def __init__(self, pm: Any, *args: Any, recorder: StepRecorder | None = None, **kwargs: Any) -> None:
+    def __init__(self, pm: Any, *args: PyTree, recorder: StepRecorder | None = None, **kwargs: PyTree) -> None:
         """Initialize the object.
 
         Args:
@@ -143,7 +144,7 @@ class GraphedStep:
         locals_ = [getattr(x, "_local_tensor", x) for x in stored]
         return [(x.data_ptr(), x.shape, whole.requires_grad) for x, whole in zip(locals_, stored, strict=True)]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> torch.Tensor:
         """Forward and backward of another batch of the same shapes.
 
         Returns:
@@ -178,7 +179,7 @@ class GraphedStep:
         before = param.grad
         return before.clone() if before is not None and before is recorded else before
 
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.spec or not all(map(_alike, self.inputs, leaves)):
             raise RunError(
@@ -238,7 +239,7 @@ def _alike(recorded: Any, now: Any) -> bool:
     return bool(recorded is now or recorded == now)
 
 
-def _shown(leaves: Sequence[Any]) -> str:
+def _shown(leaves: Sequence[PyTree]) -> str:
     return ", ".join(
         f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
         for x in leaves

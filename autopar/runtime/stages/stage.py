@@ -36,6 +36,7 @@ from autopar.runtime.stages.streams import StepStream
 from autopar.words.autocasting import without_autocast
 from autopar.words.graph import Graph, Node
 from autopar.words.placements import State
+from autopar.words.trees import PyTree
 
 if TYPE_CHECKING:
     from autopar.runtime.as_module.run import ParallelRun
@@ -157,7 +158,7 @@ class Stage:
         twin.evaluation, twin.evaluation_graph = None, graph
         return twin
 
-    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compile(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
         """Compile the programs with ``torch.compile``."""
         self.schedule.drop()
         self.compile_args = args, kwargs

@@ -20,6 +20,7 @@ from autopar.errors import CaptureError, RunError
 from autopar.runtime.batches.calls import call_text
 from autopar.runtime.batches.local_batch import Call
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 Size = tuple[int, int]
 """Rows and length of a call."""
@@ -30,7 +31,7 @@ Template = tuple[int | str, ...]
 """The shape of an output: numbers, and :data:`ROWS` and :data:`LENGTH` where it follows the call's."""
 
 
-def size_of(leaves: Sequence[Any]) -> Size:
+def size_of(leaves: Sequence[PyTree]) -> Size:
     """Rows and length of a call: the first dims of its first tensor that has two.
 
     Raises:
@@ -85,7 +86,7 @@ class Buckets:
             )
         return fitting
 
-    def padded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Padding]:
+    def padded(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> tuple[Call, Padding]:
         """Return a call as one of its bucket's shape.
 
         Raises:
@@ -156,7 +157,7 @@ class Buckets:
 
 
 def keys_of(
-    signature: inspect.Signature, model_args: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    signature: inspect.Signature, model_args: int | None, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> list[Key]:
     """Where the leaves of a call stand in it, however the call is spelled; in the order of ``(args, kwargs)``."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))

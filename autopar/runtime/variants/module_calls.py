@@ -14,6 +14,7 @@ from autopar.capture.microbatches import first_part, rows_of
 from autopar.runtime.batches.calls import call_text
 from autopar.torch_private import pytree
 from autopar.words.autocasting import autocast_now, shown
+from autopar.words.trees import PyTree
 
 MOST_SHOWN = 500
 """Characters of a call that a message shows."""
@@ -35,8 +36,8 @@ class ModuleCall:
         of_several: the step has other microbatches, in other calls.
     """
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: Mapping[str, PyTree]
     in_parts: bool = False
     parts: int | None = None
     one: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
