@@ -34,7 +34,7 @@ def method_of(name: str, written: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(written)
     def method(self: torch.nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         at = self.__dict__.get("_autopar")
-        if at is None:
+        if at is None or (at.path and is_called_by_program(self)):
             return written(self, *args, **kwargs)
         run: ParallelRun = at.run
         shown = f"{at.kind.__name__}.{name}"
@@ -44,6 +44,18 @@ def method_of(name: str, written: Callable[..., Any]) -> Callable[..., Any]:
         return _streamed(run, shown, values, result) if inspect.isgenerator(result) else result
 
     return method
+
+
+def is_called_by_program(part: torch.nn.Module) -> bool:
+    """Return whether a submodule has no tensors, or those that a program has given it for a user's autograd.Function.
+
+    Such a Function calls modules itself (:func:`autopar.rules.function.swapped`).
+    """
+    tensors = [x for m in part.modules() for table in (m._parameters, m._buffers) for x in table.values()]
+    held = [x for m in part.modules() for x in m._parameters.values() if x is not None]
+    if any(x is not None for x in tensors):
+        return any(not isinstance(x, torch.nn.Parameter) for x in held)
+    return True
 
 
 def _once(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], call: Callable[[], Any]) -> Any:
@@ -137,4 +149,4 @@ def freeze_alike(run: Any, requires_grad: Mapping[str, bool]) -> None:
             param.requires_grad_(requires_grad[name])
 
 
-__all__ = ["freeze_alike", "method_of"]
+__all__ = ["freeze_alike", "is_called_by_program", "method_of"]

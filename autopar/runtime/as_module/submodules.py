@@ -15,7 +15,7 @@ import torch
 
 from autopar.errors import RunError
 from autopar.runtime.as_module.left_attributes import refuse_left
-from autopar.runtime.as_module.methods import freeze_alike, method_of
+from autopar.runtime.as_module.methods import freeze_alike, is_called_by_program, method_of
 from autopar.runtime.as_module.statistics_anew import BATCH_NORMS, momentum_of, reset, set_momentum
 from autopar.runtime.as_module.user_module import PLACE
 from autopar.runtime.parameters.state import placed_as
@@ -204,7 +204,7 @@ class Part(Derived):
             RunError: with gradients, since there is no program of a part.
         """
         at = place_of(self)
-        if at is None:
+        if at is None or is_called_by_program(self):
             return super().__call__(*args, **kwargs)
         if torch.is_grad_enabled():
             raise RunError(
