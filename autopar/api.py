@@ -251,7 +251,7 @@ BESIDE_LAYOUTS = ("memory_limit", "optimizer", "precision", "expert_load", "max_
 
 
 @documented
-def parallelize(
+def parallelize(  # noqa: C901  (one call from arguments to module, in order)
     model: torch.nn.Module,
     mesh: DeviceMesh | str | Cluster | int | None = None,
     example_inputs: Any = None,

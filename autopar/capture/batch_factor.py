@@ -564,10 +564,3 @@ def _name(node: Node) -> str:
 
 def _argument(node: Node, position: int, name: str, default: object) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
-__all__ = [
-    "IGNORED", "LABELLED", "ROWS", "Flow", "FollowedRows", "Numbers", "Scaling", "Trouble", "followed",
-    "inputs_with_rows", "is_of_model",
-    "may_have_rows",
-]  # fmt: skip

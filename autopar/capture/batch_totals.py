@@ -272,6 +272,3 @@ def _full(node: Node) -> tuple[Any, ...]:
     n = 6 if "cross_entropy" in node.target else 5
     given = {**dict(zip(names, defaults, strict=True)), **node.kwargs, **dict(zip(names, node.args, strict=False))}
     return tuple(given[name] for name in names[:n])
-
-
-__all__ = ["TOTAL", "Ahead", "Totals", "with_totals"]

@@ -31,6 +31,3 @@ def know_dataclasses(value: object) -> None:
             stack.extend(getattr(value, field.name, None) for field in fields)
         elif isinstance(value, (list, tuple)):
             stack.extend(value)
-
-
-__all__ = ["know_dataclasses"]

@@ -209,6 +209,3 @@ def _plain(call: dict[str, Any], seen: Any) -> str:
         return value
 
     return str({k: plain(map_refs(v, seen)) for k, v in sorted(call.items())})
-
-
-__all__ = ["OtherGraphError", "evaluated", "sides_in_eval_mode"]

@@ -421,17 +421,3 @@ def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
         "the model what counts within each row, with one entry for each row of the batch (a mask, document numbers, "
         "positions)"
     )
-
-
-__all__ = [
-    "InParts",
-    "InputRows",
-    "captured_in_parts",
-    "decided_for_steps",
-    "in_parts_of",
-    "is_at_once",
-    "names_of",
-    "no_rows_in",
-    "numbers_in",
-    "refused_rows",
-]  # fmt: skip

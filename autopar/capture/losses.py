@@ -121,6 +121,3 @@ def _where_it_ends(graph: Graph, out: Ref) -> Node | None:
         todo.extend({r.node for r in node.refs} - seen)
         seen.update(r.node for r in node.refs)
     return None
-
-
-__all__ = ["LOSS", "check_loss", "other_losses", "output_names", "the_loss"]

@@ -210,10 +210,3 @@ def _on_line(x: PyTree, y: PyTree, share: Fraction) -> PyTree:
         if isinstance(x, int) and not isinstance(x, bool) and (between := x + (y - x) * share).denominator == 1:
             return int(between)
     raise NotLinear(f"{x!r} and {y!r}")
-
-
-__all__ = [
-    "ATTENTION", "NotLinear", "as_whole", "first_part", "have_rows", "leaves_of_call", "modules_with_statistics",
-    "numbers_of_parts", "part_of_batch", "resized", "rows_of", "taken_of_batch",
-    "widened",
-]  # fmt: skip

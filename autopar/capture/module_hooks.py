@@ -80,6 +80,3 @@ def _name(hook: object) -> str:
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     code = getattr(hook, "__code__", None)
     return f"{name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code is not None else name
-
-
-__all__ = ["check_hooks"]

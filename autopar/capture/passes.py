@@ -228,7 +228,3 @@ def _text(subject: TracedProgram | Draft | Graph) -> str:
     if isinstance(subject, TracedProgram):
         return str(subject.exported.graph_module.print_readable(print_output=False))
     return str(subject.graph if isinstance(subject, Draft) else subject)
-
-
-__all__ = ["DRAFT", "GRAPH", "PROGRAM", "Pass", "PassRun", "observed", "passes", "register", "run", "skipping",
-           "summary"]  # fmt: skip

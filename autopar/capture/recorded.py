@@ -214,6 +214,3 @@ def _refuse_first_call(changed: Sequence[Written]) -> None:
         f"the first call of forward computes something else than later ones, as it changes what it reads:{lines}\n"
         "  call the model once on real data, so that it is as it will be, and capture it then"
     )
-
-
-__all__ = ["build", "traced"]

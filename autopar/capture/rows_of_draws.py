@@ -201,6 +201,3 @@ def _joined(term: Term, rule: Rule, of_factor: dict[str, _Digits], known: list[_
         if now is not None and now != known[d]:
             known[d], changed = now, True
     return changed
-
-
-__all__ = ["Draws", "note_rows_of_draws", "rows_of_draws", "with_rows_of_draws"]

@@ -62,6 +62,3 @@ def check_dense(
     for place, tensor in named:
         if isinstance(tensor, torch.Tensor) and (said := not_dense(tensor)):
             raise CaptureError(f"{place} is {said}")
-
-
-__all__ = ["check_dense", "check_not_packed", "not_dense"]

@@ -60,6 +60,3 @@ def _leave_alike(hidden: tuple[Left, ...], shown: tuple[Left, ...]) -> bool:
         and not holds_hidden(one.plain)
         for one, other in zip(hidden, shown, strict=True)
     )
-
-
-__all__ = ["changed_strings", "unread_strings"]

@@ -53,6 +53,3 @@ def check_operators(n: int) -> None:
             f"the forward has more than {MOST_OPERATORS:,} operators, the most that are captured; a loop in it is "
             "traced turn by turn: write it with operators on whole tensors, or give shorter example inputs"
         )
-
-
-__all__ = ["MOST_MODULES", "check_modules", "check_operators"]

@@ -222,6 +222,3 @@ def _leads_to(originals: set[int], values: Iterable[object], free: set[int], wea
             todo.append(getattr(value, "__dict__", None))
     free |= seen
     return False
-
-
-__all__ = ["copied_parameter", "expanded", "laid_out_as", "with_strides", "without_values"]

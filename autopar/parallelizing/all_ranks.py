@@ -314,9 +314,3 @@ def _values(
     }  # fmt: skip
     first = int(device_mesh.mesh.flatten()[0]) if device_mesh is not None else 0
     return FirstRankValues(named, group, first, device)
-
-
-__all__ = [
-    "agreed", "axes_of", "check_size", "device_type_of", "groups_of", "hardware_of", "hardware_when_asked",
-    "on_all", "records_of", "spread", "tell_of_extra_state", "tell_of_idle_gpus",
-]  # fmt: skip

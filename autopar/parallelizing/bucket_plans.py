@@ -258,8 +258,3 @@ def _choices(
                 if takes(changed) < takes(chosen):
                     chosen, better = changed, True
         yield chosen
-
-
-__all__ = [
-    "BucketPlans", "BucketsTogether", "find", "on_best_mesh", "plan_buckets", "relayout_seconds", "steps_between",
-]  # fmt: skip

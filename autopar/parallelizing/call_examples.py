@@ -60,6 +60,3 @@ def example_of(
     if isinstance(model, torch.nn.Module) and is_meta(model):
         example = pytree.tree_map_only(torch.Tensor, on_meta, example)
     return example
-
-
-__all__ = ["example_of", "split_example", "split_inputs"]

@@ -78,6 +78,3 @@ def check_rows(plan: Plan, captured: Captured, parts: int) -> None:
             f"batch='local': a microbatch of {rows} rows cannot have equally many of each of {parts} ranks; give fewer "
             "microbatches, or more rows"
         )
-
-
-__all__ = ["check_rows", "outcome_of", "parts_of_batch", "policy_of"]

@@ -234,6 +234,3 @@ def comparer_of(group: Any) -> Compare:
                 raise CaptureError(note)
 
     return compare
-
-
-__all__ = ["comparer_of", "for_graph", "planner_of", "stage_planner_of", "stages_again", "starts_in", "stored_as"]

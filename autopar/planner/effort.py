@@ -231,6 +231,3 @@ class Effort:
 
 EFFORT = Effort()
 """The effort of every search."""
-
-
-__all__ = ["BRIEF", "EFFORT", "PATIENT", "Effort", "SolverWork", "requested_seconds"]

@@ -107,6 +107,3 @@ def _is_of(captured: Captured, example: Any) -> bool:
         for each in ((of.args, dict(of.kwargs), of.targets), tuple(example))
     ]
     return shapes[0] == shapes[1]
-
-
-__all__ = ["MicrobatchGraphs", "part_of"]

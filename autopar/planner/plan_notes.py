@@ -69,6 +69,3 @@ def next_best(planned: Planned) -> list[str]:
     return [
         f"{NEXT_WORDS}: {what}, {show_seconds(seconds)} a step ({seconds / best - 1:+.1%})" for what, seconds in layouts
     ]
-
-
-__all__ = ["NEXT_WORDS", "next_best", "notes_on", "with_note_on_statistics"]

@@ -177,6 +177,3 @@ def _ask() -> str:
 
 def _span(ranks: Sequence[int]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-
-
-__all__ = ["RankRecord", "check_nodes", "cluster_of_ranks", "dumps", "hosts_of", "loads", "record_here"]

@@ -55,6 +55,3 @@ def stored_differently(stages: Sequence[tuple[Mesh, Mapping[str, State]]]) -> li
         for name, state in states.items():
             placements.setdefault(name, set()).add((mesh, state) if state.is_cut else None)
     return [name for name, different in placements.items() if len(different) > 1]
-
-
-__all__ = ["check_places", "check_within", "stored_differently"]

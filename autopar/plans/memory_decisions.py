@@ -120,23 +120,3 @@ def in_order(decided: Mapping[str, Sequence[Any]]) -> Memory:
                 "that registers it first"
             )
     return {name: tuple(decided[name]) for name in DECISIONS if decided.get(name)}
-
-
-__all__ = [
-    "COPIES",
-    "DECISIONS",
-    "KEEP",
-    "RECOMPUTE",
-    "RECOMPUTE_RESULT",
-    "REGATHER",
-    "RESULTS",
-    "SEGMENTS",
-    "TENSORS",
-    "Memory",
-    "MemoryDecision",
-    "about_tensors",
-    "decision",
-    "every_tensor",
-    "in_order",
-    "memory",
-]  # fmt: skip

@@ -428,9 +428,3 @@ def documented(function: Callable[..., Any]) -> Any:
 
     function.__doc__ = re.sub(r"^( *)\{(\w+)\}$", told, text, flags=re.M)
     return function
-
-
-__all__ = [
-    "BY_NAME", "OPTIMIZERS", "PINS", "PLAN_OPTIONS", "Flag", "Pin", "PlanOption", "documented", "parse_choices",
-    "pin_words",
-]  # fmt: skip

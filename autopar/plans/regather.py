@@ -187,18 +187,3 @@ def gathers(
             if any(is_gather(a, b, mesh) for a, b in reshard_path) and can_regather(graph, ref, segment_of):
                 keys.append(reshard_key(graph, ref))
     return keys
-
-
-__all__ = [
-    "can_recompute_result",
-    "can_regather",
-    "gathers",
-    "is_gather",
-    "is_same",
-    "makes_memory",
-    "may_wait",
-    "ref_of",
-    "regathered",
-    "segment_outputs",
-    "waiting",
-]  # fmt: skip

@@ -199,6 +199,3 @@ def parse_kept(text: str, mesh: Mesh | None, where: str) -> str:
         )
     axes = mesh if mesh is not None else Mesh([("", 1)] * (words[0].count(",") + 1))
     return " ".join([State.parse(words[0], axes, where).text, *words[1:]])
-
-
-__all__ = ["PlanRequest", "as_argument", "as_option", "parse_kept", "request_of"]

@@ -262,6 +262,3 @@ def stage_edges_of(graphs: Sequence[StageGraph]) -> tuple[StageEdge, ...]:
 def first_op(graph: Graph) -> str:
     """Return the name of the first operator that depends on a parameter; empty where none does."""
     return next((node.name for node in graph.nodes if node.kind == "op" and node.hot), "")
-
-
-__all__ = ["StageGraph", "cut", "first_op", "hot_ops", "spans_of_written_buffers", "stage_edges_of"]

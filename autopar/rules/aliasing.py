@@ -59,6 +59,3 @@ def _shares(op: Any, call: Call) -> bool:
     storages = {t.untyped_storage()._cdata for t in tensors}
     outs = pytree.tree_leaves(results)
     return any(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata in storages for t in outs)
-
-
-__all__ = ["may_alias"]

@@ -107,6 +107,3 @@ def _factor_cut(rule: Rule, term: Term, d: int, block: int) -> tuple[str, int] |
     if left or unit < 2 or rule.sizes[dim[0]] % unit or rule.sizes[dim[0]] == unit:
         return None
     return dim[0], unit
-
-
-__all__ = ["with_units"]

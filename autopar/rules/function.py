@@ -317,16 +317,3 @@ def refuse_fake(value: PyTree, what: str) -> None:
             f"{what} returned a tensor that was made from one of the time of capture; it closes over a tensor of the "
             "forward, which the program cannot give it: compute with the gradient alone"
         )
-
-
-__all__ = [
-    "PLAIN",
-    "PREFIX",
-    "Callee",
-    "ReadTensor",
-    "function_rule",
-    "has_rule",
-    "identity_of",
-    "rule_of_function",
-    "swapped",
-]

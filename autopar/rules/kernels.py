@@ -94,6 +94,3 @@ class as_on_gpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         return OF_GPU.get(str(func), func)(*args, **(kwargs or {}))
-
-
-__all__ = ["CPU", "OF_GPU", "Kernels", "as_on_gpu", "kernels_of"]

@@ -328,9 +328,3 @@ def _said(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh) -> Save
         results.append(Result(contiguous(shape), None, k))
         memories.append((prod(shape) * spec.item_bytes, rule.saves_out))
     return Saved(rule.saves, tuple(results), tuple(memories))
-
-
-__all__ = [
-    "LocalLayout", "Result", "Saved", "Strides", "contiguous", "keeps", "saved_by", "saved_of", "trial_of",
-    "without_values",
-]  # fmt: skip

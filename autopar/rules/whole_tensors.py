@@ -37,6 +37,3 @@ def updates_of(graph: Graph, value_of: Callable[[Node], torch.Tensor]) -> dict[s
             kwargs = {**kwargs, "device": device}
         values.append(resolve(node.target)(*map_refs(node.args, value), **kwargs))
     return {name: value(ref) for name, ref in graph.updates.items()}
-
-
-__all__ = ["updates_of"]

@@ -170,6 +170,3 @@ def _counted(
         gradients.append(Gradient(None, numbers[storage._cdata], grad.stride()))
     out_bytes = sum(bytes_of_gradients.values())
     return Needs(forward_bytes, count.peak_bytes, kept_bytes, out_bytes, tuple(gradients), tuple(memories))
-
-
-__all__ = ["Gradient", "Needs", "needs_of"]

@@ -17,7 +17,7 @@ class Saved(FunctionCtx):
         needs_input_grad: tuple[bool, ...]
         saved_tensors: tuple[Any, ...]
 
-        def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+        def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...  # noqa: D102
 
         def __getattr__(self, name: str) -> Any: ...
 

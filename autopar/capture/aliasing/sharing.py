@@ -89,6 +89,3 @@ def _on_meta(value: object) -> Any:
     if isinstance(value, torch.device):
         return torch.device("meta")
     return tuple(map(_on_meta, value)) if isinstance(value, tuple) else value
-
-
-__all__ = ["NEW", "Shared", "Sharing"]

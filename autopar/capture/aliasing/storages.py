@@ -275,6 +275,3 @@ class Memory:
             raise CannotInvert("its views have no inverse")
         flat = placed(self.graph.emit, flat, geometry.size, geometry.stride, geometry.offset, new, spec)
         return put_back(self.graph.emit, flat, root.size, root.stride, spec)
-
-
-__all__ = ["Alias", "CannotInvert", "Geometry", "History", "Memory", "Place", "Storage", "ViewStep"]

@@ -73,6 +73,3 @@ def computes(
     their, changed = numbers.of_draft(draft, theirs)
     updates = {name: value for name, value in updates.items() if name not in united.statistics}
     return bool(mine == their) and updates == changed
-
-
-__all__ = ["computes"]

@@ -229,6 +229,3 @@ class _Joining:
         else:
             raise Apart("values differ before a random number is asked for")
         union.meets[use][question] = theirs
-
-
-__all__ = ["Apart", "Union", "Use", "is_flag", "key_of", "literals"]

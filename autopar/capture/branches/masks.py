@@ -52,6 +52,3 @@ class MaskQuestions:
         computed, mask = self._mask_of.get(id(tensor), (None, None))
         if computed is tensor and mask is not None:
             self._asked.setdefault(id(mask), []).append((mask, site, answer))
-
-
-__all__ = ["MaskQuestions"]

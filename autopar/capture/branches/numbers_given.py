@@ -74,6 +74,3 @@ _TENSORS = ("input", "self", "out", "generator")
 
 def _is_a_number(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and tensor.dtype in (torch.int64, torch.int32)
-
-
-__all__ = ["READING_NUMBERS", "with_numbers"]

@@ -179,6 +179,3 @@ class _Recording(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         self.masks.computed(func, args, result)
         return result
-
-
-__all__ = ["answers_of"]

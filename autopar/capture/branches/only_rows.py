@@ -463,6 +463,3 @@ def _receiver(value: ast.expr) -> str:
 
 def _of_type(node: ast.AST, kind: Any) -> Iterator[Any]:
     return (n for n in ast.walk(node) if isinstance(n, kind))
-
-
-__all__ = ["answer_with_rows", "loop_of_rows", "only_rows"]

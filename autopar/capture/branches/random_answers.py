@@ -105,8 +105,3 @@ _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("ask(Tensor condition, str site, bool answer) -> ()")
 torch.library.register_fake("autopar::ask", lambda *_: None, lib=_LIBRARY)
 torch.fx.node.has_side_effect(torch.ops.autopar.ask.default)
-
-
-__all__ = [
-    "ASK", "Question", "ask", "plain_path", "refused", "site_of", "truth", "users_frame",
-]  # fmt: skip

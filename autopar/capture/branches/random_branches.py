@@ -52,6 +52,7 @@ class Trace:
 
     @property
     def size(self) -> int:
+        """Return the graph of all branches that random numbers choose between."""
         return sum(node.kind == "op" for node in self.draft.nodes)
 
 
@@ -229,6 +230,3 @@ def _explained(draft: Draft, why: str, prefix: str) -> str:
         f"{why}\n  compute both and choose with torch.where(torch.rand(()) < p, x, layer(x)), or turn it off "
         "(layerdrop=0)"
     )
-
-
-__all__ = ["Explorer"]

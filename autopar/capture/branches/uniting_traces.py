@@ -265,6 +265,3 @@ class _Uniting:
         return self._add(
             Node(f"{like.name}_statistics", "op", target, args, {}, (spec,), like.module, like.source, hot=hot)
         )
-
-
-__all__ = ["United", "unite"]

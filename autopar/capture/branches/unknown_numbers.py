@@ -130,6 +130,3 @@ DIGITS = {
 """What of a number needs its digits, and what for."""
 for _name, _what in DIGITS.items():
     setattr(Drawn, _name, _refusing(_what))
-
-
-__all__ = ["DIGITS", "Drawn", "checked"]

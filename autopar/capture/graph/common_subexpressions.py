@@ -46,6 +46,3 @@ def merge_common_subexpressions(draft: Draft) -> Draft:
     if not moved:
         return draft
     return replace(draft, nodes=result, outputs=map_refs(draft.outputs, move), updates=map_refs(draft.updates, move))
-
-
-__all__ = ["merge_common_subexpressions"]

@@ -84,6 +84,3 @@ def writes(node: Node) -> bool:
     """Check whether an operator writes to what it is given."""
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
-
-
-__all__ = ["write_where_there_are_rows", "writes"]

@@ -30,6 +30,3 @@ def drop_dead_operators(draft: Draft) -> Draft:
         outputs=map_refs(draft.outputs, move), updates=map_refs(draft.updates, move),
         user=[None if n is None else number[n] for n in draft.user],
     )  # fmt: skip
-
-
-__all__ = ["drop_dead_operators"]

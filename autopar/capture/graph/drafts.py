@@ -76,6 +76,3 @@ class Draft:
     def graph(self) -> Graph:
         """The draft as a graph, with all of its nodes."""
         return Graph(tuple(self.nodes), self.outputs, self.loss, self.tied, self.updates, before=self.before)
-
-
-__all__ = ["Ask", "Draft", "Refusal", "TracedProgram"]

@@ -152,6 +152,3 @@ def _number(rows: Rows) -> int:
 
 def _in_place_of(stands: Mapping[Node, Node], node: Node) -> Node:
     return stands.get(node, node)
-
-
-__all__ = ["Joined", "JoinedRows"]

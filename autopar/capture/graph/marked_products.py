@@ -85,6 +85,3 @@ def _mark_parameters(graph: Graph, nodes: list[Node], start: int, name: str) -> 
         if node.kind == "param" and len(node.out.shape) > 1:
             nodes[at] = replace(nodes[at], narrow=NarrowUse(name))
         waiting += [ref.node for ref in node.refs]
-
-
-__all__ = ["none_narrow", "with_narrow_products"]

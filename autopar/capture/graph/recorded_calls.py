@@ -29,6 +29,3 @@ def recorded_call(recording: Recording, name: str, args: tuple[PyTree, ...]) -> 
 def _text(value: object) -> str:
     """Return a text for a value that has none of its own."""
     return getattr(value, "__qualname__", None) or type(value).__qualname__
-
-
-__all__ = ["recorded_call"]

@@ -142,6 +142,3 @@ _JUDGES: dict[str, _Judge] = {
     "aten.addmm.default": _is_row_of_addmm, "aten.einsum.default": _is_einsum_of_rows,
 }  # fmt: skip
 """Operators that may work on each row by itself, and whether a call does."""
-
-
-__all__ = ["VIEWS", "check", "is_by_element"]

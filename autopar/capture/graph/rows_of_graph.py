@@ -168,6 +168,3 @@ class RowsOfGraph(NodeMaker):
         if isinstance(value, (list, tuple)):
             return type(value)(map(self.replaced, value))
         return {k: self.replaced(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-__all__ = ["EVERY", "NodeMaker", "Rows", "RowsOfGraph", "is_mask", "selects", "val_of"]

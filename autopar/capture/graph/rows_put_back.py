@@ -206,6 +206,3 @@ class RowsPutBack:
 
 def _in_place(node: Node) -> bool:
     return name_of(node.target).split(".")[1].endswith("_")
-
-
-__all__ = ["RowsPutBack", "writes_rows"]

@@ -74,6 +74,3 @@ def picked_once(mask: Node, dims: set[int]) -> bool:
         return False
     along = topk.args[2] if len(topk.args) > 2 else -1
     return rest == {int(along) % n}  # type: ignore[arg-type]
-
-
-__all__ = ["SHAPED", "SameMasks", "behind", "picked_once"]

@@ -359,5 +359,3 @@ class SelectedRows:
         rows = self.state.emit(aten.clone.default, (rows,))  # what is written to the tensor later does not reach it
         self.state.gathers[rows] = tensor, at_dims
         return Rows(mask, rows, len(before), None, fresh=True)
-
-__all__ = ["SelectedRows", "compute_all_rows", "fuse_expert_loops"]

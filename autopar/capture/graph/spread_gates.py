@@ -104,6 +104,3 @@ def _picked(spread: Any) -> Any:
     source: Any = found[0]
     of_matrix = source.args[0].meta["val"].dim() == 2 == index.meta["val"].dim()
     return index if of_matrix and found[1] in (1, -1) else None
-
-
-__all__ = ["column_of", "numbers_spread"]

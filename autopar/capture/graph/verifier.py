@@ -128,6 +128,3 @@ def _faults_of_specs(node: Node, spec_of: Callable[[Ref], Spec]) -> Iterator[str
 
 def _text(outs: tuple[Spec | None, ...]) -> str:
     return ", ".join(map(str, outs))
-
-
-__all__ = ["PassError", "verify"]

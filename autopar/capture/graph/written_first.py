@@ -145,6 +145,3 @@ def _alone(nodes: Sequence[Node], makers: set[int], trained: Mapping[str, Ref]) 
 
     kept = [nodes[i].moved(move) if nodes[i].refs else nodes[i] for i in sorted(makers)]
     return Graph(tuple(kept), (), None, {}, {name: move(ref) for name, ref in trained.items()})
-
-
-__all__ = ["write_parameters_first"]

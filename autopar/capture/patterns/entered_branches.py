@@ -116,4 +116,3 @@ register(
     Pass("parameters_taking_part", PROGRAM, note_parameters_taking_part,
          "an expert without rows has no gradient in eager mode", ("selected_rows",)),
 )  # fmt: skip
-__all__ = ["note_parameters_taking_part"]

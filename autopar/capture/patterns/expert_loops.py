@@ -162,5 +162,3 @@ BY_ROWS: dict[tuple[str, str, str], Function] = {
 register(
     Patch("loops over experts", "how many rows hit an expert depends on data", lambda _record: _loops_by_rows())
 )
-
-__all__ = ["BY_ROWS"]

@@ -243,5 +243,3 @@ register(
         lambda _record: flex_attention_in_plain_operators(), Phase.TRACE | Phase.COMPARE,
     )
 )  # fmt: skip
-
-__all__ = ["says_causal"]

@@ -212,4 +212,3 @@ register(
          "a matrix that is gathered for each row costs memory, and its experts cannot be cut"),
     before="experts_at_once",
 )  # fmt: skip
-__all__ = ["multiply_gathered_matrices_by_rows"]

@@ -79,4 +79,3 @@ register(
          "selected rows are followed operator by operator, also into regions without gradients"),
     before="selected_rows",
 )  # fmt: skip
-__all__ = ["inline_regions_of_rows"]

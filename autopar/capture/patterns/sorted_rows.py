@@ -309,4 +309,3 @@ register(
          "no rank has all rows to sort them by expert, and experts give the same for rows in any order"),
     before="experts_at_once",
 )  # fmt: skip
-__all__ = ["keep_rows_in_place"]

@@ -99,5 +99,3 @@ def _before_the_end(ends: torch.Tensor, of_places: torch.Tensor) -> torch.Tensor
 register(Patch("varlen attention", "torch has a kernel for CUDA alone, and rules see nothing in its operator",
                lambda _record: varlen_attention_in_plain_operators(),
                Phase.TRACE | Phase.OBSERVE | Phase.COMPARE))  # fmt: skip
-
-__all__ = ["varlen_attention_in_plain_operators"]

@@ -113,6 +113,3 @@ def stored(owner: object, name: str, value: object) -> bool:
             return raw is value or isinstance(raw, types.MemberDescriptorType)
     # found under another name, as a config's attribute_map has it: by a look-up that is written in Python
     return isinstance(getattr(type(owner).__getattribute__, "_original", None), types.FunctionType)
-
-
-__all__ = ["Lookups", "behind", "can_tell", "is_registered_none", "stored"]

@@ -101,6 +101,3 @@ def own_outputs(exported: Any) -> pytree.TreeSpec:
     """Return the pytree of the model's own output, in a trace that may also give attributes."""
     spec: pytree.TreeSpec = exported.call_spec.out_spec
     return spec.children()[0] if any(left.spec is not None for left in exported.left) else spec
-
-
-__all__ = ["Left", "LeftBehind", "begins_with", "own_outputs"]

@@ -73,6 +73,3 @@ def place_in(frame: FrameType) -> tuple[int, int | None, int | None]:
             at -= 1
     line, _, begin, end = next(itertools.islice(frame.f_code.co_positions(), at, None), (None,) * 4)
     return line or frame.f_lineno, begin, end
-
-
-__all__ = ["only_appends", "only_counts", "place_in", "uses_in"]

@@ -107,9 +107,3 @@ def only_more(before: object, now: object) -> bool:
         return False
     more = now[len(before) :]
     return now[: len(before)] == before and all(v is OTHER or isinstance(v, Held) for _, v in more)
-
-
-__all__ = [
-    "OfTheCallBefore", "new_tensors", "only_more", "plain_tensors", "refill", "restored", "shallow_copy", "table_of",
-    "unreadable",
-]  # fmt: skip

@@ -184,9 +184,3 @@ def show(value: object) -> str:
     if isinstance(value, NAMED):
         return getattr(value, "__qualname__", repr(value))
     return repr(value)
-
-
-__all__ = [
-    "OTHER", "Held", "SameObject", "frozen", "is_of_builtins", "is_plain", "items_in", "leaves_out", "says_the_same",
-    "show",
-]  # fmt: skip

@@ -98,6 +98,3 @@ def draw_place(trace: Callable[[], Any], states: Callable[[], Any]) -> str:
     finally:
         sys.settrace(before)
     return places[0] if places else ""
-
-
-__all__ = ["draw_place", "global_states", "is_generator", "same_state", "set_state", "state_of"]

@@ -138,6 +138,3 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from _codes(const)
-
-
-__all__ = ["Free", "free_values"]

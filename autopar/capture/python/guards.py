@@ -336,6 +336,3 @@ def repeated(guards: Guards, one: str, others: Iterable[str], modules: Mapping[s
                 by_path.setdefault(path, []).append(ReadValue(path, read.name, value, read.where))
         for path, reads_there in by_path.items():
             guards.add(modules[path], reads_there)
-
-
-__all__ = ["Change", "Guards", "ReadValue", "refusal", "repeated"]

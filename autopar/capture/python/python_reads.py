@@ -489,6 +489,3 @@ def undone(recorder: Recorder) -> Iterator[None]:
     except BaseException:
         recorder.undo()
         raise
-
-
-__all__ = ["Recorder", "Written", "undone"]

@@ -203,6 +203,3 @@ def _in(container: object) -> list[Any]:
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.detach(), b)
-
-
-__all__ = ["generators_kept", "kept", "same_draws"]

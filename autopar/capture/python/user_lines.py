@@ -49,6 +49,3 @@ def user_line(frame: FrameType) -> str:
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-__all__ = ["from_machinery", "is_own", "is_users", "user_line"]

@@ -327,6 +327,3 @@ def _signature(call: tuple[Any, tuple[Any, ...], Mapping[str, Any]]) -> Any:
 
 def _dtypes(result: PyTree) -> list[torch.dtype]:
     return [x.dtype for x in flat(result) if isinstance(x, torch.Tensor)]
-
-
-__all__ = ["write_casts"]

@@ -281,6 +281,3 @@ def _record(callee: Callee, leaves: list[PyTree], read: list[torch.Tensor], tria
     if isinstance(trial.result, (tuple, list)):
         return tuple(give(x) for x in trial.result)
     return give(trial.result)
-
-
-__all__ = ["AS_REGION", "Watch", "whole_functions"]

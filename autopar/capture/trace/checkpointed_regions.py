@@ -77,6 +77,3 @@ def reentrant(function: Any, preserve: Any, *args: PyTree) -> PyTree:
     if isinstance(outs, torch.Tensor):
         return outs.detach()
     return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in outs) if isinstance(outs, tuple) else outs
-
-
-__all__ = ["marked_regions", "reentrant"]

@@ -220,5 +220,3 @@ HANDLERS = (
           nested=True),
 )  # fmt: skip
 """Handlers that are asked behind those of patterns."""
-
-__all__ = ["HANDLERS", "PATCHES", "entered", "handlers"]

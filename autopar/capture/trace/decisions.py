@@ -189,6 +189,3 @@ def _further(
                 break
         else:
             raise failed
-
-
-__all__ = ["OF_ROWS", "Answers", "Attempt", "TraceDecisions", "Unanswered", "Undecided", "settled"]

@@ -61,6 +61,3 @@ def _by_rows(
         features = self.post_expert_norm(features)
     weighted = features * top_k_weights.reshape(-1).unsqueeze(-1)
     return weighted.view(tokens, n, -1).sum(dim=1).to(hidden_states.dtype)
-
-
-__all__ = ["experts_by_rows", "rows_of"]

@@ -94,6 +94,3 @@ def quickly() -> Iterator[None]:
         stack.enter_context(TRACEBACK_OF_NODES.replaced(_CapturedCalls()))
         stack.enter_context(lazy_graph_modules(True))
         yield
-
-
-__all__ = ["quickly", "unstacked"]

@@ -77,6 +77,3 @@ def _written_out(call: Function, args: PyTree, kwargs: PyTree) -> PyTree:
     with disable_proxy_modes_tracing():
         program = make_fx(of_tensors)(*tensors)
     return torch.fx.Interpreter(program).run(*tensors)
-
-
-__all__ = ["transforms_written_out"]

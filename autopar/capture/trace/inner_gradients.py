@@ -381,6 +381,3 @@ PLAIN_FORMS: dict[Any, Function] = {
     F.scaled_dot_product_attention: _attention, F.linear: _linear, torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul, torch.Tensor.__matmul__: _matmul,
 }  # fmt: skip
-
-
-__all__ = ["PLAIN_FORMS", "gradients", "in_plain_operators"]

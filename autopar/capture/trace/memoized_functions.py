@@ -56,6 +56,3 @@ def memos_forgotten(model: torch.nn.Module) -> Iterator[None]:
         for memo, misses in misses_before:
             if memo.cache_info().misses != misses:
                 memo.cache_clear()
-
-
-__all__ = ["memos_forgotten"]

@@ -177,9 +177,3 @@ def calling_frame() -> FrameType:
     ):
         frame = frame.f_back
     return frame
-
-
-__all__ = [
-    "HANDLERS", "PASS", "PATCHES", "Args", "Dispatcher", "Function", "Handle", "Handler", "Kwargs", "Patch", "Phase",
-    "builtin_replaced", "calling_frame", "in_order", "register",
-]  # fmt: skip

@@ -334,6 +334,3 @@ def _places_set(tensor: object) -> torch.Tensor | None:
         return None
     n = constant_value(tensor, lambda value: int(value.count_nonzero()))
     return None if n is None else torch.nonzero_static(tensor, size=n)
-
-
-__all__ = ["Questions", "list_of_inputs", "lists_of_inputs"]

@@ -203,6 +203,3 @@ def drawn_by_torch() -> Iterator[None]:
     finally:
         for held, name, function in replaced:
             held[name] = function
-
-
-__all__ = ["drawn_by_torch"]

@@ -185,9 +185,3 @@ for _name in ("begin", "end"):
 # outputs require grad where inputs do, as the model's code may ask; nobody runs this backward
 torch.library.register_autograd("autopar::function", lambda _ctx, *_grads: (None, None), lib=_LIBRARY)
 torch.library.register_autograd("autopar::hook", lambda _ctx, grad: (grad, None), lib=_LIBRARY)
-
-
-__all__ = [
-    "ASSIGN", "BEGIN", "DATA", "END", "FUNCTION", "HOOK", "Answer", "Recording", "here", "now", "recording", "refuse",
-    "under_way",
-]  # fmt: skip

@@ -51,6 +51,3 @@ def _each_layer(
             else:
                 x = torch.dropout(x, dropout, train)
     return (x, *(torch.cat(of_layers) for of_layers in zip(*finals, strict=True)))
-
-
-__all__ = ["LAYERS", "layer_by_layer"]

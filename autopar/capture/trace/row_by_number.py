@@ -69,6 +69,3 @@ def write_at(view: torch.Tensor, dim: int, place: torch.Tensor, value: PyTree) -
     value = value.tensor if isinstance(value, Drawn) else value
     given = value.to(view.dtype) if isinstance(value, torch.Tensor) else torch.full((), value, dtype=view.dtype)
     view.index_copy_(dim, place, given.to(view.device).expand(shape).unsqueeze(dim))
-
-
-__all__ = ["at_one_place", "read_at", "selected", "write_at"]

@@ -60,6 +60,3 @@ def _refusing(name: str, seed: Function) -> Function:
         )
 
     return seeding
-
-
-__all__ = ["own_generators_refused", "own_seeds_refused"]

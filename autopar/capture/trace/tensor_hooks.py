@@ -225,6 +225,3 @@ def _closed_over(hook: object) -> list[torch.Tensor]:
 def _is_traced(x: torch.Tensor) -> bool:
     mode = get_proxy_mode()
     return mode is not None and x in mode.tracer.tensor_tracker
-
-
-__all__ = ["GRADIENTS_ASKED", "gradients_as_in_eager", "gradients_asked"]

@@ -39,6 +39,3 @@ def _path(tracer: Any, module: Any) -> str:
     path = tracer.proxy_paths.get(module)
     path = tracer.submodule_paths.get(module, type(module).__name__) if path is None else path
     return str(path).removeprefix("_export_root").removeprefix(".")
-
-
-__all__ = ["progress_reported"]

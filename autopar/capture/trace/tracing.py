@@ -196,6 +196,3 @@ def run_failed(error: Exception, module: torch.nn.Module) -> CaptureError:
 def _message(module: torch.nn.Module, what: str, where: str, do: str) -> str:
     called = getattr(module, "_called", type(module).__name__)  # of a model with its loss: its own name
     return f"cannot capture {called}: {what}" + (f"\n  at {where}" if where else "") + f"\n  {do}"
-
-
-__all__ = ["export", "run_failed"]

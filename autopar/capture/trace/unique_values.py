@@ -45,6 +45,3 @@ def distinct(
     if given.get("return_counts"):
         made.append(torch.cat([places[1:], torch.full_like(places[:1], len(x))]) - places)
     return tuple(made) if len(made) > 1 else made[0]
-
-
-__all__ = ["distinct"]

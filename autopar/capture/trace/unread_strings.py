@@ -146,6 +146,3 @@ def _without_last_numbers(path: Sequence[Any]) -> str:
     while n > fixed and isinstance(path[n - 1], pytree.SequenceKey):
         n -= 1
     return pytree.keystr(tuple(path[:n]))
-
-
-__all__ = ["Trial", "arguments_of_strings", "hiding", "holds_hidden", "keeps_hidden", "strings_hidden"]

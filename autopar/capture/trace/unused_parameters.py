@@ -32,6 +32,3 @@ def took_part(taken: torch.Tensor, experts: Sequence[Sequence[torch.Tensor]]) ->
     """
     parameters = [(param, e) for e, params in enumerate(experts) for param in params]
     torch.ops.autopar.took_part(taken, [param for param, _ in parameters], [e for _, e in parameters])
-
-
-__all__ = ["TOOK_PART", "took_part"]

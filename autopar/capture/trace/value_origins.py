@@ -189,9 +189,3 @@ def beginning(node: torch.fx.Node) -> torch.fx.Node:
     while node.op == "call_function" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
-
-
-__all__ = [
-    "OF_THE_SHAPE", "are_numbers", "beginning", "constant_value", "depends_on_data", "drawn_by", "node_of",
-    "note_made_of_numbers",
-]  # fmt: skip

@@ -112,6 +112,3 @@ def _pieces(
         if start <= stop < b:
             cuts.append(min(range(start, stop + 1), key=lambda p: (stage_edge[p], depths[p], p)))
     return cuts
-
-
-__all__ = ["Block", "blocks"]

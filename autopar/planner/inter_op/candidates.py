@@ -71,6 +71,3 @@ class Candidate:
         shapes = [mesh.shown() for mesh in self.meshes]
         runs = [(shape, len(list(run))) for shape, run in groupby(shapes)]
         return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
-
-
-__all__ = ["Candidate", "PipelineOptions"]

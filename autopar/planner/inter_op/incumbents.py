@@ -217,6 +217,3 @@ class Incumbents:
             return 0.0
         known = len(self.errors) >= EFFORT.known_errors
         return (EFFORT.close_trust_margin if known else EFFORT.trust_margin) * min(1.0, *self.errors)
-
-
-__all__ = ["Incumbents"]

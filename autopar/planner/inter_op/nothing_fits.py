@@ -40,6 +40,3 @@ def nothing_fits(
         f"{groups}, of {devices} together; change the microbatches or the schedules, or take fewer groups: operators "
         "that read and write one buffer stay in one stage, and there may be too few cuts between them"
     )
-
-
-__all__ = ["nothing_fits"]

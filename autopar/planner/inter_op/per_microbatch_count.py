@@ -216,6 +216,3 @@ def _equal(groups: int, mesh: Mesh, schedule: str, bounds: tuple[int, ...]) -> C
     size = mesh.n_devices
     devices = tuple(tuple(range(g * size, (g + 1) * size)) for g in range(groups))
     return Candidate((mesh,) * groups, devices, schedule, bounds, 0.0)
-
-
-__all__ = ["OneNumber"]

@@ -127,6 +127,3 @@ class Replanner:
             for choice, stage in zip(self.plan.stages, graphs, strict=True)
         )  # fmt: skip
         return self._simulated(graphs, stages)
-
-
-__all__ = ["Replanner", "block_starts", "limit_of_stage"]

@@ -49,6 +49,3 @@ def least_seconds(search: ExactPlans) -> float:
 def one_group(mesh: Mesh) -> Candidate:
     """Return all devices as one group, without an estimate."""
     return Candidate((mesh,), (tuple(range(mesh.n_devices)),), "1f1b", (), 0.0)
-
-
-__all__ = ["least_seconds", "one_group"]

@@ -168,6 +168,3 @@ def check_counts(
         f"{len(cuts)} cut{'s make' if len(cuts) > 1 else ' makes'} {stages} stages, which {request} cannot hold "
         f"({each}); give one cut less than stages"
     )
-
-
-__all__ = ["allows", "check", "check_counts", "of_stage", "starts_of"]

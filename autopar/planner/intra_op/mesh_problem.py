@@ -112,6 +112,3 @@ class MeshProblem:
         )  # fmt: skip
         left_out = plan.price.overhead_seconds + plan.price.optimizer_seconds - steps
         return plan.price.seconds - follow * self.options.microbatches - left_out
-
-
-__all__ = ["MeshProblem"]

@@ -34,6 +34,3 @@ def one_device(graph: Graph) -> StagePlan:
 
 def _has_gradient(graph: Graph, ref: Ref) -> bool:
     return graph.nodes[ref.node].needs_grad and graph.spec(ref).is_float
-
-
-__all__ = ["one_device"]

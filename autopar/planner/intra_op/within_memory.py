@@ -431,6 +431,3 @@ def _by_bytes(item: Item) -> Item:
     return Item(
         item.name, tuple(n + p for n, p in zip(item.n_bytes, peaks, strict=True)), item.n_bytes, item.peak_bytes
     )
-
-
-__all__ = ["UNLIMITED", "WithinMemory", "against"]

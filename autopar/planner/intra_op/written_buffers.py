@@ -33,6 +33,3 @@ def held_whole(graph: Graph) -> Mapping[int, Sequence[int]]:
 def holds_whole(strategy: Strategy, positions: Sequence[int]) -> bool:
     """Return whether a strategy takes the tensors at these positions uncut."""
     return not any(strategy.ins[k].is_cut for k in positions)
-
-
-__all__ = ["held_whole", "holds_whole"]

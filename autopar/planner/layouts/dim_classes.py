@@ -100,6 +100,3 @@ class DimClasses:
             self.root(dim_of(Ref(i), d))
             for i, node in self.graph.of_kind("input") for d in range(len(node.out.shape))
         )  # fmt: skip
-
-
-__all__ = ["DimClasses", "Element", "dim_of"]

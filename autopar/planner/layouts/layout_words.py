@@ -387,6 +387,3 @@ def _check_there(written: str, parts: Sequence[str], lists: Sequence[str], graph
 def _with_parents(module: str) -> list[str]:
     parts = module.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-
-
-__all__ = ["WORDS", "Layout", "parse_layout"]

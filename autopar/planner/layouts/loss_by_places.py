@@ -79,6 +79,3 @@ def _sources(graph: Graph, i: int) -> tuple[Ref, Ref] | None:
     logits, labels = (graph.spec(ref).shape for ref in refs)
     right = len(logits) == 3 and labels == logits[:2] and logits[0] > 1
     return (refs[0], refs[1]) if right and graph.nodes[i].refs[0].out == 0 else None
-
-
-__all__ = ["with_loss_by_places"]

@@ -404,9 +404,3 @@ def strategy_of(graph: Graph, node: Node, rule: Rule, names: Sequence[str], mesh
 
 def _factors(terms: Sequence[Sequence[Sequence[str]]]) -> set[str]:
     return {f for term in terms for dim in term for f in dim}
-
-
-__all__ = [
-    "ALLGATHER", "CONTEXT", "DATA", "EXPERT", "RING", "SHARD", "TENSOR", "ULYSSES", "WAYS", "OperatorCuts",
-    "strategy_of",
-]  # fmt: skip

@@ -290,6 +290,3 @@ class _Pinned:
 def label(schedule: Schedule, groups: int) -> str:
     """Return the name of a schedule in tables."""
     return label_of(schedule) if groups > 1 else "none"
-
-
-__all__ = ["PinnedPlan", "Said", "label", "pinned_plan"]

@@ -219,6 +219,3 @@ def names_with_rows(graph: Graph, rows: int) -> frozenset[str]:
         found = inputs_with_rows(graph, rows).rows
         names = graph.derived[key] = frozenset(graph.nodes[i].target for i in found)
     return names
-
-
-__all__ = ["PricedLayout", "PricedLayouts", "names_with_rows", "pinned_layout"]

@@ -152,6 +152,3 @@ def _fused(graph: Graph, i: int) -> _Fused | None:
         if user.target != RESHAPE or not user.out.shape or user.out.shape[-1] != shape[-1]:
             return None
         reshapes.append(at)
-
-
-__all__ = ["separated"]

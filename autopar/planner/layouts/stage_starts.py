@@ -86,6 +86,3 @@ def described(sizes: Sequence[int]) -> str:
         return ""
     runs = [(size, len(list(run))) for size, run in groupby(sizes)]
     return "blocks of the stages: " + ", ".join(f"{n} x {size}" if n > 1 else f"{size}" for size, n in runs)
-
-
-__all__ = ["block_of", "blocks_of", "described", "lists_of_blocks", "numbered", "sizes_of", "starts"]

@@ -138,6 +138,3 @@ class Going:
             else dropping(row[..., pair.rows], column[pair.places], threshold_of(self.draw.p))
         )  # fmt: skip
         return Dropping(drop, 1 / (1 - self.draw.p) if self.draw.p < 1 else 0.0)
-
-
-__all__ = ["Draw", "Going", "Hashes"]

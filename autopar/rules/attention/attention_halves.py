@@ -120,6 +120,3 @@ def _put_together(into: torch.Tensor, first: torch.Tensor, second: torch.Tensor)
 
 def _shape_of_both(half: torch.Tensor) -> torch.Size:
     return torch.Size((*half.shape[:-2], 2 * half.shape[-2], half.shape[-1]))
-
-
-__all__ = ["add_to", "as_message", "exchanged", "message_of_halves", "parts_of", "whole"]

@@ -368,6 +368,3 @@ def _gradients(ctx: Saved, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | N
 
 
 torch.library.register_autograd("autopar::attention_in_blocks", _gradients, setup_context=_keep, lib=_library)
-
-
-__all__ = ["AttentionForm", "goes_in_blocks", "in_blocks"]

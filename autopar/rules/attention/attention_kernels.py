@@ -190,6 +190,3 @@ def add_part(
     weight, weight_of_part = (torch.exp(x - base).unsqueeze(-1).to(out.dtype) for x in (log_sum, log_of_part))
     out.mul_(weight).addcmul_(part.to(out.dtype), weight_of_part)
     log_sum.copy_(both)
-
-
-__all__ = ["Dropping", "PartOfAttention", "add_part"]

@@ -101,6 +101,3 @@ def _summed(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 kernels = _Kernels()
-
-
-__all__ = ["fits_kernels", "has_kernels", "has_kernels_for", "kernels"]

@@ -120,6 +120,3 @@ def mask_of(mask: torch.Tensor | None, pair: Met) -> torch.Tensor | None:
     if mask.dim() > 1 and mask.shape[-2] > 1:
         mask = mask[..., pair.rows, :]
     return mask[..., pair.places] if mask.shape[-1] > 1 else mask
-
-
-__all__ = ["Met", "Stretch", "in_blocks", "joined", "mask_of", "own", "pairs", "zigzag_stretches"]

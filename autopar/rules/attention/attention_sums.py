@@ -109,6 +109,3 @@ class AttentionSoFar:
 def precision_of_sums(x: torch.Tensor) -> torch.dtype:
     """Return the dtype in which parts are summed: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-__all__ = ["AttentionSoFar", "SumOfParts", "precision_of_sums"]

@@ -303,6 +303,3 @@ def backward(
         **call.options,
     )  # fmt: skip
     return of_q, of_k, of_v
-
-
-__all__ = ["backward", "blocks_of", "forward"]

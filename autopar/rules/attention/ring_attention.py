@@ -280,6 +280,3 @@ def attention_across(
         draw, steps, n_places,
     )  # fmt: skip
     return _Attention.apply(q, k, v, attn_mask, seed, way)  # type: ignore[no-any-return]
-
-
-__all__ = ["QUERIES", "RING", "attention_across", "exchanges_halves"]

@@ -152,6 +152,3 @@ def _same(placement: Placement, a: torch.Tensor, b: torch.Tensor, whole: torch.T
         return a.shape == whole.shape and all(torch.allclose(x, whole, equal_nan=True) for x in (a, b))
     joined = join([a, b], State((placement,)), _AXIS)
     return joined.shape == whole.shape and torch.allclose(joined, whole, equal_nan=True)
-
-
-__all__ = ["Path", "ValidCut", "choices_of", "halvable", "valid_cuts", "value_at", "with_value"]

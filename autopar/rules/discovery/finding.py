@@ -278,6 +278,3 @@ def _without(discovered: Discovered, option: str) -> Discovered:
     if option == GRADIENTS_PENDING and not discovered.whole_gradients:
         return replace(discovered, whole_gradients=True)
     return replace(discovered, factors=(), linear=())  # what is whole everywhere is not right: it is not understood
-
-
-__all__ = ["discover", "tried"]

@@ -32,6 +32,3 @@ def _counted(call: Call) -> float:
     except REFUSALS:
         return 0.0
     return float(counter.get_total_flops())
-
-
-__all__ = ["flops_of"]

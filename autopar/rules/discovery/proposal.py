@@ -130,6 +130,3 @@ def _like_small(
 
     small, large = sizes(discovered.small_ins, discovered.small_outs), sizes(shapes, outs)
     return all((small[0] == s) == (large[0] == n) for s, n in zip(small, large, strict=True))
-
-
-__all__ = ["Discovered", "Factor", "rule_from"]

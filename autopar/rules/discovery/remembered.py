@@ -72,6 +72,3 @@ def _read(value: PyTree) -> Discovered:
         whole_gradients=bool(value["whole_gradients"]), why_whole=str(value["why_whole"]),
         small_ins=tuple(map(ints, value["small_ins"])), small_outs=tuple(map(ints, value["small_outs"])),
     )  # fmt: skip
-
-
-__all__ = ["folder", "keep", "key_of", "recall"]

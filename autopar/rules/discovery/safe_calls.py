@@ -149,6 +149,3 @@ def _said(fn: Callable[[], Any]) -> tuple[bool, Any]:
         return True, fn()
     except BaseException as error:
         return False, f"{type(error).__name__}: {str(error)[:200]}"
-
-
-__all__ = ["REFUSALS", "NotTried", "in_a_fork", "moved", "outputs"]

@@ -225,6 +225,3 @@ def says_nothing(outs: Sequence[torch.Tensor]) -> bool:
     if not outs or outs[0].numel() == 0:
         return False
     return any(not bool(out.any()) for out in outs) or all(torch.equal(out, outs[0]) for out in outs[1:])
-
-
-__all__ = ["Small", "says_nothing", "small_call"]

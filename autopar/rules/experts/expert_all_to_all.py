@@ -212,6 +212,3 @@ def _probe(x: torch.Tensor, invariant: Collection[Any]) -> torch.Tensor:
         if not x.requires_grad and kind is spmd.R and axis in invariant:
             one = spmd.convert(one, axis, src=spmd.R, dst=spmd.I, expert_mode=True)
     return one
-
-
-__all__ = ["Passage", "Trip", "exchanged", "untyped"]

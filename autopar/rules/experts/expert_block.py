@@ -300,6 +300,3 @@ def expert_block(call: Call) -> Rule:
             ),
         ),
     )  # fmt: skip
-
-
-__all__ = ["BLOCK", "expert_block"]

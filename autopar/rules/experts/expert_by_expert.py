@@ -118,6 +118,3 @@ def one_after_the_other(
     if not made:
         return None
     return torch.cat([*made, made[0].new_zeros(left, *made[0].shape[1:])] if left else made)
-
-
-__all__ = ["Matrices", "in_turn", "one_after_the_other"]

@@ -200,6 +200,3 @@ def _with_places(value: PyTree, reads: list[Any]) -> PyTree:
     if isinstance(value, (tuple, list)):
         return type(value)(_with_places(x, reads) for x in value)
     return {k: _with_places(x, reads) for k, x in value.items()} if isinstance(value, dict) else value
-
-
-__all__ = ["LOOKUP", "SPLIT", "Features", "features_of"]

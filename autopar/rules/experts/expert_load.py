@@ -93,6 +93,3 @@ def _cut_by_expert(graph: Graph, plan: Plan) -> Iterator[tuple[Node, list[str], 
                 ]  # fmt: skip
                 if cut:
                     yield node, [axis for axis, _ in cut], prod(size for _, size in cut)
-
-
-__all__ = ["ROUTED", "experts_of", "notes_on_load", "with_load"]

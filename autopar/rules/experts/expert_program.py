@@ -169,6 +169,3 @@ def _reads(value: PyTree, number: int) -> bool:
         return value.number == number
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return any(_reads(x, number) for x in inside)
-
-
-__all__ = ["COMMON", "EXPERT", "ROW", "Body", "Value", "body_of", "computed", "in_double_precision"]

@@ -256,6 +256,3 @@ def expert_linear(call: Call) -> Rule:
     made = line("s k, e k n, s -> s n", call, linear=[{0}, {1}], saves=(0, 1, 2), kind="matmul")
     lowering = Lowering(own_experts, frozenset("e"), uneven=True, most_work=most_rows(call, "e", made.sizes["e"]))
     return replace(made, flops=2.0 / max(made.sizes["e"], 1), lowerings=(lowering,), gemm=("s", "n", "k", "e"))
-
-
-__all__ = ["EXPERTS", "expert_linear", "expert_product", "most_rows"]

@@ -62,6 +62,3 @@ def own_parts(x: torch.Tensor, parts: int, dim: int, axis: str) -> list[torch.Te
     route = _Route(parts, axis, x.device)
     arrived = _Exchanged.apply(units, route.order, route)
     return [part.movedim(0, dim) for part in arrived.unbind(0)]  # type: ignore[no-untyped-call]
-
-
-__all__ = ["own_parts"]

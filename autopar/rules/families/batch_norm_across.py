@@ -213,6 +213,3 @@ def collectives_of_batch_norm(factors: Sequence[str], item_bytes: int) -> tuple[
             Comm(factor, "all_reduce", ("c",), 2 * item_bytes, backward=True),
         )
     )  # fmt: skip
-
-
-__all__ = ["batch_norm_across", "collectives_of_batch_norm"]

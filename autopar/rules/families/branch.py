@@ -70,6 +70,3 @@ def branch_rule(call: Call) -> Rule:
     linear = (frozenset({1, 2}),) if call.out.is_float else ()
     whole = frozenset(name for name, size in sizes.items() if size == 0)
     return Rule(sizes, inputs, (output,), linear=linear, saves=(), whole=whole)
-
-
-__all__ = ["BRANCH", "BY_NUMBER", "branch"]

@@ -127,6 +127,3 @@ def ctc(call: Call) -> Rule:
         text, call, whole="t v u" + ("" if in_rows else " b"), needs_some="b", saves=tuple(range(len(call.ins))),
         flops=6.0 / call.ins[0].shape[2],
     )  # fmt: skip
-
-
-__all__ = ["ctc_of_rows"]

@@ -91,6 +91,3 @@ def dropped(
     if n:
         _dropped[(triton.cdiv(n, _BLOCK),)](x, row, column, out, threshold, scale, x.shape[-1], n, BLOCK=_BLOCK)
     return out
-
-
-__all__ = ["dropped", "hashes"]

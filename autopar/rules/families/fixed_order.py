@@ -55,6 +55,3 @@ def without_fixed_order(graph: Graph) -> Iterator[NoFixedOrder]:
             yield NoFixedOrder(node, "backward", _BACKWARD[name])
         elif name.startswith("aten.conv") and not name.startswith("aten.constant"):
             yield NoFixedOrder(node, "forward and backward" if node.needs_grad else "forward", _CONV)
-
-
-__all__ = ["NoFixedOrder", "without_fixed_order"]

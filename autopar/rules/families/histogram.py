@@ -34,6 +34,3 @@ def histc(call: Call) -> Rule:
     low, high = call.arg(2, "min", 0), call.arg(3, "max", 0)
     whole = frozenset({"bins", *(sizes if low == high else ())})
     return Rule({**sizes, "bins": call.out.shape[0]}, (tuple(term),), ((("bins",),),), "reduce", whole)
-
-
-__all__ = ["HISTC_OF_INTEGERS"]

@@ -83,5 +83,3 @@ prove_with(
     sample(_WEIGHTS, 3, True), sample(_WEIGHTS, 7, True), sample(_WEIGHTS, 3), sample(_WEIGHTS, 1),
     sample(T((8,), low=0.1, high=0.9, grad=False), 4, True), sample(T((8,), low=0.1, high=0.9, grad=False), 8),
 )  # fmt: skip
-
-__all__ = ["multinomial", "refuse_invalid"]

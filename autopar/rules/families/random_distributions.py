@@ -230,5 +230,3 @@ prove_with("aten.normal.float_float", sample(1.0, 0.5, [4, 8], dtype=torch.float
 prove_with("aten.alpha_dropout.default", sample(T((4, 8)), 0.5, True), sample(T((4, 8)), 0.5, False))
 prove_with("aten.feature_alpha_dropout.default", sample(T((4, 4, 3)), 0.5, True))
 prove_with("aten.feature_dropout.default", sample(T((4, 4, 3, 3)), 0.5, True))
-
-__all__ = ["DRAWS"]

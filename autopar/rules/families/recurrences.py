@@ -259,5 +259,3 @@ def _projecting() -> Sample:
 for _kind in GATES:
     prove_with(f"aten.{_kind}.input", *_samples(_kind))
 prove_with("aten.lstm.input", _projecting())
-
-__all__ = ["GATES", "recurrent"]

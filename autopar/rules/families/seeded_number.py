@@ -90,6 +90,3 @@ SEEDED_NUMBER = "autopar.seeded_number.default"
 )
 def seeded_number(call: Call) -> Rule:
     return Rule({}, ((),), ((),), "none", saves=())
-
-
-__all__ = ["SEEDED_NUMBER", "Draw", "number_drawn", "original", "seeded_number"]

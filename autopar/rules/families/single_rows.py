@@ -63,6 +63,3 @@ def batch_norm_of_rows(x: torch.Tensor, *others: Any, cut: Cuts, sizes: Sizes = 
 def instance_norm_of_rows(x: torch.Tensor, *others: Any, cut: Cuts, sizes: Sizes = None) -> torch.Tensor:
     """Compute ``aten.instance_norm`` with the batch cut."""
     return _of_rows(_aten.instance_norm.default, x, others)
-
-
-__all__ = ["batch_norm_of_rows", "instance_norm_of_rows", "with_stride_in_order"]

@@ -343,6 +343,3 @@ _BY_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {
 def by_torch(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Return what a rank calls in place of a random operator's lowering when torch draws."""
     return _BY_TORCH.get(lowering, _drawn)
-
-
-__all__ = ["TorchDraws", "WholeDraw", "by_torch", "draws_in_order", "whole_draw"]

@@ -32,6 +32,3 @@ def with_value(value: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
 def with_value_rule(call: Call) -> Rule:
     sizes, inputs, output = elementwise(call)
     return Rule(sizes, inputs, (output,), linear=(frozenset({0, 1}),))
-
-
-__all__ = ["WITH_VALUE", "with_value"]

@@ -222,6 +222,3 @@ def halves(rules: Sequence[Rule | None], free: Sequence[int]) -> tuple[tuple[int
             return tuple(free[:n]), tuple(free[n:])
         done += more
     return tuple(free), ()
-
-
-__all__ = ["OverlappedStep", "any_in_parts", "beside", "halves", "in_order", "independent_of", "lowering_in_parts"]

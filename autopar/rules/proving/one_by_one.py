@@ -191,6 +191,3 @@ def _of_rank(x: torch.Tensor, rank: int) -> Any:
     if isinstance(x, torch.SymInt):
         return x.node._local_ints[rank] if isinstance(x.node, LocalIntNode) else int(x)
     return x
-
-
-__all__ = ["OneByOne", "one_by_one"]

@@ -92,6 +92,3 @@ def simulation(n: int) -> Iterator[None]:
             yield
     finally:
         LocalTensor.__torch_dispatch__ = _ORIGINAL  # type: ignore[method-assign]
-
-
-__all__ = ["QUESTIONS", "simulation"]

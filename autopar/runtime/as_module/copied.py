@@ -67,6 +67,3 @@ def copied(run: R, memo: dict[int, Any], build: Build[R]) -> R:
         had = getattr(run, kept)
         setattr(new, kept, {path: (module_at(twin, path), momentum) for path, (_, momentum) in had.items()})
     return new
-
-
-__all__ = ["copied"]

@@ -117,6 +117,3 @@ def refusing_what_is_left(run: ParallelRun) -> Iterator[None]:
             if each.module is error.obj and error.name is not None:
                 refuse_left(run.captured, each.path, error.name)
         raise
-
-
-__all__ = ["begin", "leave", "refuse_left", "refusing_what_is_left"]

@@ -147,6 +147,3 @@ def freeze_alike(run: Any, requires_grad: Mapping[str, bool]) -> None:
     for name, param in run.named_parameters(remove_duplicate=False):
         if param.requires_grad is not requires_grad[name]:
             param.requires_grad_(requires_grad[name])
-
-
-__all__ = ["freeze_alike", "is_called_by_program", "method_of"]

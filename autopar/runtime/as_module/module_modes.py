@@ -77,6 +77,3 @@ def difference(before: Training, now: Training, shown: int = 4) -> str:
             names = [repr(path) if path else "the whole" for path in sorted(paths)]
             said.append(f"{first_few(names, shown)} in {mode}")
     return ", ".join(said)
-
-
-__all__ = ["Modes", "Training", "difference", "in_modes"]

@@ -48,6 +48,3 @@ class OldParameter(torch.nn.Parameter):
             "  make optimizers, averages and lists of parameters after parallelize, from the parameters of the model; "
             "or hand an optimizer to it: parallelize(model, ..., optimizer=optimizer)"
         )
-
-
-__all__ = ["OldParameter"]

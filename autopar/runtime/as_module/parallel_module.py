@@ -421,6 +421,3 @@ def _with_signature(forward: Any, kind: Any) -> Any:
     except (TypeError, ValueError):  # written in C
         pass
     return copied
-
-
-__all__ = ["ParallelModule", "parallel"]

@@ -363,6 +363,3 @@ def on_all_ranks(does: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate
             return does(run, *args, **kwargs)
 
     return together
-
-
-__all__ = ["EXTRA", "ParallelRun", "on_all_ranks", "run_of"]

@@ -111,6 +111,3 @@ def taken_anew(run: ParallelRun) -> Iterator[None]:
                     value = value + (buffer / momentum - value) / part.get_buffer("num_batches_tracked")
                 with preserve_version_counter(buffer):  # the backward has saved it, and does not read it
                     buffer.copy_(value)
-
-
-__all__ = ["BATCH_NORMS", "momentum_of", "reset", "set_momentum", "taken_anew"]

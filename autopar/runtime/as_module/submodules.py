@@ -182,7 +182,7 @@ def _refuse_registering(module: torch.nn.Module, name: str, value: torch.Tensor 
         )
 
 
-def _refuse_hook(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+def _refuse_hook(self: torch.nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Refuse a hook.
 
     Raises:
@@ -284,6 +284,3 @@ def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device)
                 f"the program was made for {where} and its dtypes, and would need {dtype} on {where} turned into "
                 f"{moved.dtype} on {moved.device}; convert the model with .to() before parallelize"
             )
-
-
-__all__ = ["Derived", "Part", "methods_of", "names_of_part", "place_of"]

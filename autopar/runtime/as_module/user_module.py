@@ -303,6 +303,3 @@ def written_class(module: torch.nn.Module) -> type:
     """Return the class that the user gave a module, also where it is parallel."""
     place: Any = module.__dict__.get(PLACE)
     return type(module) if place is None else place.kind
-
-
-__all__ = ["PLACE", "PlaceOfPart", "UserModule", "derived", "written_class"]

@@ -334,6 +334,3 @@ class Batch:
             for piece, rows in zip(pieces, [leaf] * k if have == want else leaf.split(want[0]), strict=True):
                 piece[name] = rows
         return pieces
-
-
-__all__ = ["Batch", "local_part", "part_shape"]

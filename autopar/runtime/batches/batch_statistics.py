@@ -45,6 +45,3 @@ def tell_of_statistics(graphs: Sequence[Graph], microbatches: int, stacklevel: i
         if text:
             warnings.warn(text, stacklevel=stacklevel)
     return any(texts)
-
-
-__all__ = ["drawn_for_each_microbatch", "of_each_microbatch", "tell_of_statistics"]

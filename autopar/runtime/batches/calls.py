@@ -137,9 +137,3 @@ def without_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-__all__ = [
-    "call_text", "describe", "example_leaves", "flatten_call", "is_host_number", "leaf_name", "leaves_of",
-    "same_device", "without_inference_mode",
-]  # fmt: skip

@@ -67,6 +67,3 @@ def check_equal_rows(
         "rows of the batch: give them equally many; an input that is the same for all rows is left out of "
         "parallelize(..., input_rows=[...]), which names those with rows"
     )
-
-
-__all__ = ["check_equal_rows", "row_leaves"]

@@ -228,6 +228,3 @@ def sharded(run: Any, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         drop_last=loader.drop_last, timeout=loader.timeout, worker_init_fn=loader.worker_init_fn,
         prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers,
     )  # fmt: skip
-
-
-__all__ = ["LocalBatch", "RowsOfRanks", "rows_in", "sampler_of", "sharded"]

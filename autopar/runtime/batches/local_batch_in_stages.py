@@ -151,6 +151,3 @@ class RowsInStages(RowsOfRanks):
         """Return this rank's rows of an output with the rows of all microbatches, one after the other."""
         by_rank = output.unflatten(0, (microbatches, self.ranks, -1))
         return by_rank[:, self.place].flatten(0, 1)
-
-
-__all__ = ["RowsInStages", "parts_on"]

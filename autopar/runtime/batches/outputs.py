@@ -229,6 +229,3 @@ def unread(
         meet: called before that; waits for the other ranks.
     """
     return _Spread.apply(local, state, tuple(shape), device_mesh, meet)  # type: ignore[no-any-return]
-
-
-__all__ = ["IN_SHARDS", "CollectiveLog", "Unread", "unread", "with_pending"]

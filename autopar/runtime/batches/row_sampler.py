@@ -179,6 +179,3 @@ class Samplers:
         for ref in self.made:
             if (sampler := ref()) is not None:
                 sampler.goes_on_from_here()
-
-
-__all__ = ["RowSampler", "Samplers"]

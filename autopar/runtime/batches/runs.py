@@ -131,6 +131,3 @@ def _have_rows(
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     rows = tensors[0].shape[0] if tensors else 0
     return [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows for leaf in leaves]
-
-
-__all__ = ["Run", "rows_of_microbatch", "runs", "sizes"]

@@ -206,6 +206,3 @@ def sums_of(x: torch.Tensor) -> torch.Tensor:
     flat = flat[:: max(1, flat.numel() // SAMPLE)].double().nan_to_num()
     parts = torch.nn.functional.pad(flat, (0, -flat.numel() % PARTS)).view(PARTS, -1)
     return torch.cat([parts.sum(1), parts.abs().sum().unsqueeze(0) / PARTS])
-
-
-__all__ = ["Arriving", "Copy", "Outline", "Sample", "Seen", "Values", "fingerprint", "sums_of"]

@@ -142,6 +142,3 @@ def totals_ahead(captured: Captured, device: torch.device) -> TotalsAhead | None
     nodes = {node.name: node for _, node in captured.graph.of_kind("input")}
     ahead = tuple(replace(each, spec=nodes[each.name].out) for each in captured.totals.ahead)  # in double, maybe
     return TotalsAhead(replace(captured.totals, ahead=ahead), device)
-
-
-__all__ = ["State", "TotalsAhead", "check_in_parts", "computed_ahead", "totals_ahead"]

@@ -194,6 +194,3 @@ class OwnOfUneven(torch.autograd.Function):
         pending = [Partial()] * ctx.device_mesh.ndim
         whole = DTensor.from_local(placed, ctx.device_mesh, pending, run_check=False)
         return whole.redistribute(placements=torch_placements(ctx.state)).to_local(), None, None, None, None, None
-
-
-__all__ = ["Exchange", "OwnOfUneven", "put_together"]

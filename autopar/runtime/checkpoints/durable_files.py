@@ -122,6 +122,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-__all__ = ["Sum", "SummedFile", "on_disk", "sum_of", "summed", "sync_folder"]

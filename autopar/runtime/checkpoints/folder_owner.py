@@ -162,6 +162,3 @@ def _owner(folder: Path) -> str:
         return f"process {name['process']} on {name['host']} ({name['script']}, since {name['since']})"
     except (Unreadable, KeyError, TypeError):
         return "another job"
-
-
-__all__ = ["OWNER", "Ownership", "own"]

@@ -33,6 +33,3 @@ def set_generators(states: Mapping[str, Any]) -> None:
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-__all__ = ["generators", "set_generators"]

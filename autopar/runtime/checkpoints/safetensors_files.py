@@ -193,6 +193,3 @@ class Writer:
 
 if sys.byteorder != "little":  # pragma: no cover
     raise RunError("safetensors files are little-endian, this machine is not")
-
-
-__all__ = ["INDEX", "NAMES", "SINGLE", "StoredTensor", "Writer", "header_of", "stored_tensors"]

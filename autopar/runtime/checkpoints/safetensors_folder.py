@@ -215,6 +215,3 @@ def _at_first(
         dist.recv(as_sent(whole), sender, group=group)
         return whole
     return None
-
-
-__all__ = ["load_safetensors", "save_safetensors"]

@@ -188,6 +188,3 @@ def size_of(state: Any) -> int:
     if isinstance(state, Mapping):
         return sum(size_of(value) for value in state.values())
     return state.to_local().nbytes if isinstance(state, DTensor) else getattr(state, "nbytes", 0)
-
-
-__all__ = ["Saving", "size_of"]

@@ -281,9 +281,3 @@ def remove_left(folder: Path, owner: Ownership, number: str) -> None:
                 give_name(entry, owner, number)
             else:
                 shutil.rmtree(entry, ignore_errors=True)
-
-
-__all__ = [
-    "FORMAT", "MANIFEST", "Manifest", "give_name", "name_of_step", "next_order", "read_on", "remove_left", "remove_old",
-    "saves_in", "which",
-]  # fmt: skip

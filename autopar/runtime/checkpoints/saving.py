@@ -112,6 +112,3 @@ def _whole(value: PyTree, keep: bool) -> PyTree:
     if type(value) in (list, tuple):
         return type(value)(_whole(item, keep) for item in value)
     return value
-
-
-__all__ = ["save"]

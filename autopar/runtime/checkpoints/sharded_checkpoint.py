@@ -624,6 +624,3 @@ def _plain_bytes(state: dict[str, Any]) -> bytes:
                     "code that a file names: have it hold numbers, strings, tensors, and lists and dicts of such"
                 ) from error
         raise
-
-
-__all__ = ["Checkpoint"]

@@ -74,6 +74,3 @@ def _copied(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     value = value.detach()
     local = value.to_local() if isinstance(value, DTensor) else value
     return local, local.to("cpu", copy=True)
-
-
-__all__ = ["StateBefore", "model_state", "set_model_state"]

@@ -208,9 +208,3 @@ def shapes(metadata: Metadata) -> Mapping[str, tuple[int, ...] | None]:
         name: tuple(size) if (size := getattr(of, "size", None)) is not None else None
         for name, of in metadata.state_dict_metadata.items()
     }
-
-
-__all__ = [
-    "METADATA", "PlainValues", "ShardReader", "ShardsToWrite", "read_metadata", "results_as_rows", "results_of_rows",
-    "shapes", "without_torchs_sums",
-]  # fmt: skip

@@ -172,6 +172,3 @@ def _fits_bucket(stages: Sequence[ReshardStep]) -> bool:
 def in_dtype(grad: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Cast a gradient to the dtype in which it is reduced over ranks."""
     return grad if dtype is None or not grad.is_floating_point() else grad.to(dtype)
-
-
-__all__ = ["Reducer", "bucket_bytes", "in_dtype"]

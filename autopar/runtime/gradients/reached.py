@@ -65,6 +65,3 @@ def _reached(graph: Graph, outputs: Sequence[Ref], answers: Mapping[Ref, bool]) 
         nodes.update(ref.node for ref in read)
     params = {graph.nodes[i].target for i in nodes if graph.nodes[i].kind == "param"}
     return frozenset(params | {reshard_key(graph, ref) for ref in refs})
-
-
-__all__ = ["Reached", "ReachedBy", "reached_by", "reached_whatever_is_drawn"]

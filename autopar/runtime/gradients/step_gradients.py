@@ -277,6 +277,3 @@ class Gradients:
 def has_hooks(param: torch.Tensor) -> bool:
     """Check whether a hook sees or changes a parameter's gradient before or after it is accumulated."""
     return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
-
-
-__all__ = ["Gradients", "TrainedParams", "has_hooks"]

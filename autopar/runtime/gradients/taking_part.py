@@ -126,6 +126,3 @@ def told_elsewhere(graphs: Sequence[Graph]) -> list[str]:
             stacklevel=3,
         )
     return sorted(names)
-
-
-__all__ = ["InStep", "TakingPart", "Took", "told_elsewhere"]

@@ -170,6 +170,3 @@ def crossed(
     if functorch_is_active():  # it says what it cannot do
         return _Crossing.apply(call, probe, *before)  # type: ignore[no-any-return]
     return _apply(call, probe, *before)  # type: ignore[no-any-return]
-
-
-__all__ = ["crossed"]

@@ -41,6 +41,3 @@ def stand_ins(slots: Sequence[tuple[int, HeldParam]], template: list[Any]) -> It
             give(param, leaf.grad)
     if hooked:
         torch.autograd.backward([param for param, _ in hooked], [grad for _, grad in hooked])
-
-
-__all__ = ["stand_ins"]

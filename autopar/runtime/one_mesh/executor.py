@@ -377,6 +377,3 @@ def on_mesh(
 ) -> Any:  # fmt: skip
     """Turn a model into a parallel module on one mesh, as a plan says; arguments as of :class:`MeshRun`."""
     return parallel(MeshRun(model, captured, plan, device_mesh, values, alike=alike, random=random))
-
-
-__all__ = ["MeshRun", "on_mesh"]

@@ -45,6 +45,3 @@ def outputs_of(module: Any, flat: tuple[Any, ...], call: int, of_step: bool) -> 
     n_outputs = module.captured.out_spec.num_leaves
     leave(module, results[n_outputs:], of_step)
     return pytree.tree_unflatten(results[:n_outputs], module.captured.out_spec)
-
-
-__all__ = ["outputs_of"]

@@ -304,6 +304,3 @@ def whole_inputs(
             leaf = as_dtensor(leaf, pm.stage.inputs[name].state, shape, pm.device_mesh)
         whole[name] = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
     return whole
-
-
-__all__ = ["StepPart", "backwards", "parts_of_step", "trained", "whole_inputs"]

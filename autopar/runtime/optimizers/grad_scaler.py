@@ -70,6 +70,3 @@ def share_overflows(params: Iterable[torch.nn.Parameter], device: torch.device, 
     if pieces:
         first = pieces[0].view(-1)[:1] if pieces[0].is_contiguous() else pieces[0][(slice(0, 1),) * pieces[0].dim()]
         first.add_(torch.where(overflow > 0, torch.inf, 0.0).to(first.dtype))
-
-
-__all__ = ["scale_of", "share_overflows", "step"]

@@ -184,6 +184,3 @@ def _check(state: Mapping[str, Any], whole: Groups) -> None:
             f"the state is of an optimizer with groups of {', '.join(map(str, there))} parameters, this one has "
             f"{', '.join(map(str, here))}; build both of the same parameters, in the same groups"
         )
-
-
-__all__ = ["full_optimizer_state_dict", "load_full_optimizer_state_dict"]

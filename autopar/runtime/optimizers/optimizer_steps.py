@@ -141,6 +141,3 @@ def _whole(tensor: Any) -> Any:
         return tensor._local_tensor
     detached: Any = tensor.detach()
     return detached.full_tensor()
-
-
-__all__ = ["correct"]

@@ -303,6 +303,3 @@ def _computes_in(entry: _Kept) -> torch.dtype:
 def _dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-__all__ = ["COUNT", "is_used", "keep", "kept_apart", "step", "stochastically_rounded"]

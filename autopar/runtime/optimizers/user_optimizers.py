@@ -214,6 +214,3 @@ def _tensors(value: PyTree) -> Iterator[torch.Tensor]:
 
 def _plain(value: PyTree) -> PyTree:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-__all__ = ["Move", "name_of"]

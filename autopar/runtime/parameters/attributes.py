@@ -14,6 +14,3 @@ def with_attributes(param: torch.nn.Parameter, original: torch.Tensor) -> torch.
         if name not in OF_TORCH and name not in vars(param):
             setattr(param, name, value)
     return param
-
-
-__all__ = ["with_attributes"]

@@ -369,6 +369,3 @@ def correct() -> None:
     watch_norms()
     for repair in REPAIRS:
         repair.apply()
-
-
-__all__ = ["REPAIRS", "correct", "meet_at", "meet_on", "note_on", "note_state"]

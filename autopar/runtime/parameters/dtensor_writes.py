@@ -167,6 +167,3 @@ def handle_on_whole(meshes: set[DeviceMesh]) -> None:
 
     for op in (*ON_WHOLE, *DRAWN, *DRAWN_OF_VALUES, *PENDING_ON_WHOLE):
         handlers[op] = handle
-
-
-__all__ = ["handle_on_whole", "run_on_whole", "take", "written_through"]

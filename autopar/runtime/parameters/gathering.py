@@ -156,6 +156,3 @@ def make_units(held_params: Sequence[HeldParam]) -> list[Unit]:
     if run:
         units.append(Unit(run))
     return units
-
-
-__all__ = ["UNIT_BYTES", "Unit", "make_units"]

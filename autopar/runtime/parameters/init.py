@@ -130,6 +130,3 @@ def _is_unset(value: torch.Tensor | None) -> bool:
     if value.dtype is torch.bool:
         return False
     return bool((value == torch.iinfo(value.dtype).min).any()) and value.dtype is not torch.uint8
-
-
-__all__ = ["Init", "MadeInTurn", "MetaValues", "is_meta"]

@@ -151,6 +151,3 @@ def _turned(mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
         return grad if isinstance(grad, DTensor) else _copies(grad, mesh)
 
     return turned
-
-
-__all__ = ["mix_on", "mixes_on", "whole"]

@@ -142,6 +142,3 @@ def scaled(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_nor
         if param.grad is not None:
             param.grad.mul_(scale.to(param.grad.dtype))
     return norm
-
-
-__all__ = ["flat_optimizer_states", "of_a_stage", "refuse_norms_on", "scaled", "squared_norm", "watch_norms"]

@@ -245,23 +245,3 @@ def apply(kind: str, x: torch.Tensor, reshard_step: ReshardStep, backward: bool 
             dist.all_to_all_single(out, parts, group=reshard_step.group)
         return own_part(_without_padding(unstack(out, from_cut.dim), from_cut), to_cut, reshard_step)
     return x
-
-
-__all__ = [
-    "Cut",
-    "ReshardStep",
-    "all_gather_flat",
-    "apply",
-    "as_sent",
-    "gather",
-    "group_of",
-    "hop_axes",
-    "of_its_own",
-    "own_part",
-    "padded",
-    "padded_to",
-    "reduce_scatter_flat",
-    "reshard_steps",
-    "stacked",
-    "unstack",
-]  # fmt: skip

@@ -184,6 +184,3 @@ def _same_storage(name: str, stored: torch.nn.Parameter, state: State, mesh: Dev
             f"parameter '{name}' is used by two stages on the same devices and stored in two ways ({have} and "
             f"{state.text}); pin how it is stored"
         )
-
-
-__all__ = ["Placing"]

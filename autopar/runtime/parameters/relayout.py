@@ -70,6 +70,3 @@ def _state_follows(optimizer: torch.optim.Optimizer, args: PyTree, kwargs: PyTre
                 same_kind = isinstance(value, DTensor) and value.shape == param.shape
                 if same_kind and value.placements != param.placements:
                     _move(value, tuple(param.placements))
-
-
-__all__ = ["relaid"]

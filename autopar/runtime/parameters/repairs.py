@@ -88,6 +88,3 @@ class Repair:
         """Have torch as it was."""
         while self._applied:
             self._applied.pop().undo()
-
-
-__all__ = ["Repair", "Replacement"]

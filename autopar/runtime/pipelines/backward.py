@@ -158,6 +158,3 @@ def _fences(group: _Group, inside: set[Node]) -> list[tuple[Node, Hook]]:
         after = {n for n, _ in node.next_functions if n is not None and n in inside and n not in group.cuts}
         fences.extend((n, lambda grads: (None,) * len(grads)) for n in after)
     return fences
-
-
-__all__ = ["Halves"]

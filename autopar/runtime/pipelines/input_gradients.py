@@ -59,6 +59,3 @@ class InputGradients:
         for grad in sums.values():
             dist.all_reduce(grad, group=self.everyone)
         return [(x, sums[name]) for name, x in callers.items() if x.requires_grad]
-
-
-__all__ = ["InputGradients"]

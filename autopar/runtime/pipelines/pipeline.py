@@ -346,6 +346,3 @@ def pipelined(
 ) -> Any:  # fmt: skip
     """Turn a model into a parallel module in stages; arguments as of :class:`PipelineRun`."""
     return parallel(PipelineRun(model, captured, plan, device_type, values, alike, meeting, random))
-
-
-__all__ = ["PipelineRun", "pipelined"]

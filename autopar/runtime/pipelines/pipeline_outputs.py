@@ -71,6 +71,3 @@ def of_batch(ready: Ready, of_runs: Sequence[Sequence[Any]], local_batch: RowsIn
         else:
             outputs.append(sum(values[1:], values[0]).to(getattr(torch, graph.spec(out).dtype)))
     return outputs
-
-
-__all__ = ["Parts", "of_batch", "of_run"]

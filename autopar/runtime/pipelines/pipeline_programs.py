@@ -169,6 +169,3 @@ def _check_ties(pm: Any, new: Captured, tied: tuple[Tied, ...]) -> None:
                 "parallelized, and the copies of the other stages would not be trained with it: call it with the same "
                 "arguments in training, or parallelize it with such a call"
             )
-
-
-__all__ = ["PROGRAM", "Lines", "ReplanStages", "fields_of", "resume", "take", "work_of"]

@@ -138,6 +138,3 @@ def seeds_of(module: Any, ready: Sequence[Ready]) -> list[list[Any]]:
             of_runs.append(of_run)
             before += count * block
     return of_runs
-
-
-__all__ = ["forwards", "ready_runs", "seeds_of"]

@@ -114,6 +114,3 @@ def take_values(
 
     for name in named:
         give(name, values(name))  # nothing here holds it while the next one comes
-
-
-__all__ = ["Start", "begun", "check_fits", "take_values", "unread_in"]

@@ -193,6 +193,3 @@ def _other_outputs(flight: Flight, flat: Sequence[Any]) -> Iterator[tuple[int, t
         if k != part.graph.loss and state is not None and isinstance(out, Ref):
             shape = part.graph.spec(out).shape
             yield position, as_dtensor(flat[k], state, shape, stage.device_mesh).full_tensor()
-
-
-__all__ = ["Unfinished", "Work"]

@@ -92,6 +92,3 @@ def with_totals_of_batch(
     for each in runs:
         done.append(replace(each, batches=[{**inputs, **next(given)} for inputs in each.batches]))
     return done
-
-
-__all__ = ["Ready", "with_totals_of_batch"]

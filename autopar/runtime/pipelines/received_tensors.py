@@ -71,6 +71,3 @@ class _PassedOn(torch.autograd.Function):
     def backward(ctx: Saved, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
         ctx.gradients[:] = [gradient]
         return None, None, None
-
-
-__all__ = ["Arrived", "arriving"]

@@ -65,6 +65,3 @@ def check_buffers(plan: Plan, names: Collection[str]) -> None:
                     "a rank has one tensor for all of them. Write the same placement into 'buffers' of these stages "
                     "of the plan file (R on every axis always fits), or plan the model again"
                 )
-
-
-__all__ = ["check_buffers", "check_rows"]

@@ -197,6 +197,3 @@ class Flight:
                 whole = self.stage.joined_gradient(name, grad)
                 if self.leads:
                     self.input_gradients.add(name, microbatch, whole)
-
-
-__all__ = ["Flight"]

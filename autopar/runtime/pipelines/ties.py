@@ -167,6 +167,3 @@ def _gradient(held_param: HeldParam) -> torch.Tensor:
     grad = held_param.taken()
     assert held_param.local is not None
     return torch.zeros_like(held_param.local) if grad is None else grad.contiguous()
-
-
-__all__ = ["Tied", "Ties", "tie_wires", "tied_parameters"]

@@ -352,6 +352,3 @@ def clear(posts: Sequence[Post], group: Any) -> None:
         posted = {rank: state[i][0].get(post.rank, 0) for rank, state in enumerate(everyone) if rank != post.rank}
         sent = {rank: state[i][1].get(post.rank, 0) for rank, state in enumerate(everyone) if rank != post.rank}
         post.clear(posted, sent)
-
-
-__all__ = ["Message", "Post", "Wire", "clear", "messages_of", "pairs_of", "wires_of"]

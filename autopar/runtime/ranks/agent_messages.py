@@ -46,6 +46,3 @@ def tell_of_refusal() -> None:
 
     _hooked.append(told)
     sys.excepthook = told
-
-
-__all__ = ["FOLDER", "REFUSED", "SAVED", "heard", "tell_agent", "tell_of_refusal"]

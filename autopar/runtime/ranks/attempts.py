@@ -106,6 +106,3 @@ def _answer(place: dist.Store, name: str, world_size: int, timeout: timedelta) -
                   "before it on all ranks", file=sys.stderr, flush=True)  # fmt: skip
         time.sleep(seconds)
         seconds = min(1.3 * seconds, LONGEST_LOOK_SECONDS)
-
-
-__all__ = ["of_attempt", "separate_attempts"]

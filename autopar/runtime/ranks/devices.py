@@ -118,6 +118,3 @@ def check_different(gpus: Mapping[int, str]) -> None:
                 "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before anything is put on a GPU, or put the "
                 "model on the rank's own, model.to(f'cuda:{local_rank}')"
             )
-
-
-__all__ = ["check_different", "check_one_device", "check_own_gpus", "choose_device"]

@@ -139,6 +139,3 @@ def _begun(pid: int) -> str:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
     return ""
-
-
-__all__ = ["SHOWN", "SILENT", "WITHOUT_A_WORD", "ended", "killed", "say", "say_at_exit", "say_silent", "say_unmet"]

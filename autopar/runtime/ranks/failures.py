@@ -298,6 +298,3 @@ def _name_lost(error: BaseException | None) -> None:
         gone = gone or {rank: how for rank, how in ended(others).items() if how in lost}
         how = "; ".join(f"rank {rank} {how}" for rank, how in gone.items()) or "a rank has ended; its output says why"
     print(f"autopar: rank {dist.get_rank()} lost its connection because {how}", file=sys.stderr, flush=True)
-
-
-__all__ = ["SHOWN", "Failures", "is_of_another_rank"]

@@ -333,9 +333,3 @@ def destroy_groups() -> None:
                 groups.abort()
             groups.destroy()
     _of_worlds.clear()
-
-
-__all__ = [
-    "Groups", "Wanted", "abort_groups", "backend_for", "backends", "blocks", "channel", "destroy_groups",
-    "group_of_members", "groups_for", "groups_on",
-]  # fmt: skip

@@ -295,6 +295,3 @@ def _rank(
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-__all__ = ["backend_of", "run_local"]

@@ -95,6 +95,3 @@ def axes_together(graph: Graph, stage: StagePlan) -> list[tuple[int, ...]]:
 def _of_stage(graph: Graph, stage: StagePlan, devices: Sequence[int]) -> Iterator[Wanted]:
     for axes in [*((axis,) for axis in range(len(stage.mesh))), *axes_together(graph, stage)]:
         yield from map(Wanted, blocks(stage.mesh, devices, axes))
-
-
-__all__ = ["check_device_mesh", "group_of_own", "groups_of", "mesh_of_own"]

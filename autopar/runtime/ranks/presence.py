@@ -153,6 +153,3 @@ def after_loss(ranks: tuple[int, ...]) -> str:
     """Say what is known of the rank to which a connection was lost; empty outside of such a call."""
     here = _within.get(ranks)
     return here.after_loss() if here is not None else ""
-
-
-__all__ = ["Presence", "after_loss", "alive", "name_of", "news_of", "within"]

@@ -190,6 +190,3 @@ def connection_lost() -> None:
     """Make all ranks look more closely: a lost connection shows that some rank has ended."""
     if pulse := _kept.get("pulse"):
         pulse.store.add("lost", 1)
-
-
-__all__ = ["Pulse", "begin", "connection_lost", "silence_seconds", "wait_elsewhere"]

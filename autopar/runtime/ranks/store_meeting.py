@@ -192,6 +192,3 @@ def looks() -> Iterator[None]:
         yield
         time.sleep(seconds)
         seconds = min(1.3 * seconds, LONGEST_LOOK_SECONDS)
-
-
-__all__ = ["any_of", "from_all", "from_first", "looks", "meet", "received", "said_by", "sent"]

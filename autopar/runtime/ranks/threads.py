@@ -69,6 +69,3 @@ def _end_all() -> None:
         thread.told_to_end.set()
     for thread in list(_running):
         thread.end(LONGEST_SECONDS)
-
-
-__all__ = ["StoreThread", "before_end", "end_rank"]

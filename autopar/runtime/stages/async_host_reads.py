@@ -45,6 +45,3 @@ class ToHost:
     def forget(self) -> None:
         """Drop what is pending."""
         self.coming.clear()
-
-
-__all__ = ["ToHost"]

@@ -95,6 +95,3 @@ class WaysTaken:
             f"{said}\n  the call has written to buffers ({shown}), as on the side that was followed; before going on, "
             "load the values of before it, if they matter"
         )
-
-
-__all__ = ["WaysTaken"]

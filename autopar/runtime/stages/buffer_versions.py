@@ -24,6 +24,3 @@ def outliving(graph: Graph) -> frozenset[str]:
         if reached & others or any(graph.nodes[n].needs_grad for n in reached):
             names.add(node.target)
     return frozenset(names)
-
-
-__all__ = ["outliving"]

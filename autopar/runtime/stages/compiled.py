@@ -151,6 +151,3 @@ def records_graphs(arguments: CompileArguments) -> bool:
         if value in ("reduce-overhead", "max-autotune") or (options or {}).get("triton.cudagraphs"):
             return True
     return False
-
-
-__all__ = ["ITSELF", "CompileArguments", "compile_programs", "compiled", "compiled_as_callers", "records_graphs"]

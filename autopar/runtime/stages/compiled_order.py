@@ -280,6 +280,3 @@ class _Compared:
         """Before another one is compiled."""
         if hasattr(self.inner, "reset"):
             self.inner.reset()
-
-
-__all__ = ["OneOrder", "Order", "collectives_of", "difference"]

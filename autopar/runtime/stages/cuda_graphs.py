@@ -244,6 +244,3 @@ def _shown(leaves: Sequence[PyTree]) -> str:
         f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
         for x in leaves
     )
-
-
-__all__ = ["CudaRecorder", "GraphedStep", "StepRecorder", "check_recordable"]

@@ -264,6 +264,3 @@ def seeds_for(
 
 def _digest(state: torch.Tensor) -> bytes:
     return hashlib.blake2b(bytes(state.tolist()), digest_size=16).digest()
-
-
-__all__ = ["MODES", "PlaceInBatch", "Seeds", "TorchSeeds", "coming_seed", "next_seed", "seed_after", "seeds_for"]

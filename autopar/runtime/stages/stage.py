@@ -332,6 +332,3 @@ def device_of(device_mesh: DeviceMesh) -> str:
     """Return this rank's device, as torch spells it."""
     kind = device_mesh.device_type
     return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
-
-
-__all__ = ["Buffers", "Stage", "device_of"]

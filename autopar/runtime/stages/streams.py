@@ -77,6 +77,3 @@ class StepStream:
                 "yet, or memory that is used again. Hold no graph of a step on another stream, and call backward() "
                 "of what was computed on one"
             )
-
-
-__all__ = ["StepStream", "current_stream"]

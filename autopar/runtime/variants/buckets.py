@@ -179,6 +179,3 @@ def dims_of(leaf: torch.Tensor, size: Size) -> tuple[str | None, ...]:
     return tuple(
         ROWS if at == 0 and n == size[0] else LENGTH if n == size[1] else None for at, n in enumerate(leaf.shape)
     )
-
-
-__all__ = ["LENGTH", "ROWS", "Buckets", "Key", "Padding", "Size", "Template", "dims_of", "keys_of", "size_of"]

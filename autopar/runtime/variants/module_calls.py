@@ -89,6 +89,3 @@ def batch_rows(captured: Captured) -> int:
     if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
         return 0
     return rows_of((example.args, dict(example.kwargs), example.targets), no_rows_in(captured))
-
-
-__all__ = ["Batch", "ModuleCall", "batch_rows", "parts_of"]

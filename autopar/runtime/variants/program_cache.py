@@ -424,6 +424,3 @@ def _check_same(new: Captured, group: Any) -> None:
     dist.all_gather_object(prints, new.graph.fingerprint, group=group)
     if len(set(prints)) > 1:
         raise RunError(f"ranks captured different models again (fingerprints {', '.join(prints)}): {CHANGED}")
-
-
-__all__ = ["KEPT", "AllWell", "Compare", "Fields", "Programs", "Replan", "check_autocast", "check_values"]

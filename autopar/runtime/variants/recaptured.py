@@ -266,9 +266,3 @@ def _placed_again(
                 owner._buffers[key] = value
         placed[name] = local, state
     return placed
-
-
-__all__ = [
-    "buffers_for", "check_stored", "differs", "fields_of", "planner_for", "resume", "take",
-    "under_another_plan", "with_buffers_of",
-]  # fmt: skip

@@ -351,6 +351,3 @@ def kinds_of(blocks: Sequence[Block]) -> list[int]:
     """Return the number of every block's kind, in order of appearance."""
     number_of: dict[tuple[int, ...], int] = {}
     return [number_of.setdefault(b.kind, len(number_of)) for b in blocks]
-
-
-__all__ = ["ALONE", "BlockOption", "BlockPlans", "Menus", "kinds_of", "menus_of"]

@@ -346,6 +346,3 @@ class Equal:
         """Return the seconds of a transfer between the first two groups, an estimate for all."""
         size = min(len(g.devices) for g in groups)
         return stage_edge_seconds(self.cluster, self.blocks[block], groups[0], groups[1], size)
-
-
-__all__ = ["Equal", "Need"]

@@ -83,6 +83,3 @@ def estimated(
     seconds += max(sum(filled[s].optimizer_seconds for s in of_group) for of_group in stages_of)
     firsts = tuple(first for first, _ in stages[1:])
     return EstimatedCut(tuple(groups), fill, firsts, filled, tuple(stage_edge), seconds)
-
-
-__all__ = ["EstimatedCut", "Group", "estimated", "stage_edge_seconds"]

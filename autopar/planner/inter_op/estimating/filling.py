@@ -282,6 +282,3 @@ class Places:
         if best is None or not low:
             return None
         return end - low, best
-
-
-__all__ = ["Filled", "Filler", "Fillers", "Places"]

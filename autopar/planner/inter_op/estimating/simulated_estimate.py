@@ -53,6 +53,3 @@ def best(cuts: Sequence[EstimatedCut], microbatches: int, most: int) -> list[tup
             break
         timed.append((simulated(cut, microbatches), cut))
     return sorted(timed, key=lambda f: f[0])
-
-
-__all__ = ["best", "simulated"]

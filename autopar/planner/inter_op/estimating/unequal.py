@@ -155,6 +155,3 @@ class Unequal:
             return 0.0
         n_bytes = self.blocks[at].stage_edge_bytes / min(source.n_devices, target.n_devices)
         return costs_of(self.cluster).transfer(a, b, n_bytes)
-
-
-__all__ = ["Unequal"]

@@ -392,6 +392,3 @@ def spread_out(groups: Sequence[_Group]) -> list[_Group]:
     digits = max(1, (len(groups) - 1).bit_length())
     order = sorted(range(len(groups)), key=lambda k: format(k, f"0{digits}b")[::-1])
     return [groups[k] for k in order]
-
-
-__all__ = ["Exact", "ExactPlans", "spread_out"]

@@ -77,6 +77,3 @@ def counted_in_flight(live: Sequence[int], most: Sequence[int]) -> list[int]:
     it that the group were fullest at that other moment.
     """
     return [n if EFFORT.many_more_in_flight * n >= at_most else at_most for n, at_most in zip(live, most, strict=True)]
-
-
-__all__ = ["counted_in_flight", "extra_bytes", "share_of", "with_more", "with_needs"]

@@ -52,6 +52,3 @@ def with_buffers(graph: Graph, plan: StagePlan, changed: dict[str, State], clust
         in_flight=plan.in_flight, memory=plan.memory,
     )  # fmt: skip
     return replace(done, solution=plan.solution)
-
-
-__all__ = ["with_agreed_buffers", "with_buffers"]

@@ -135,6 +135,3 @@ def _against_free(plan: StagePlan, free: StagePlan | None, gap: float) -> StageP
 def _is_free(plan: StagePlan) -> bool:
     """Return whether a plan is the optimum, and would be with more memory too."""
     return plan.solution is not None and plan.solution.status == "optimal" and not plan.solution.binds
-
-
-__all__ = ["StagePlans", "pace_of", "places_of_pins", "rounded"]

@@ -48,6 +48,3 @@ def better_order(
     ).schedule  # fmt: skip
     live = live_per_stage(schedule)
     return tuple(s.with_in_flight(n) for s, n in zip(stages, live, strict=True)), schedule
-
-
-__all__ = ["SEARCHED", "START", "better_order", "check_name"]

@@ -144,6 +144,3 @@ def _with_overheads(ops: Phases, split_seconds: float, graph: Graph, extra: Stag
         ops, forward_seconds=ops.forward_seconds + extra.forward, input_seconds=inputs, weight_seconds=weights,
         optimizer_seconds=extra.step, split_seconds=inputs + weights - backward,
     )  # fmt: skip
-
-
-__all__ = ["Phases", "phases"]

@@ -166,6 +166,3 @@ def _crossing(spec: Spec, source: Side, target: Side) -> tuple[tuple[tuple[State
     steps = path(moved.landing, target.state)
     assert steps is not None
     return tuple((a, b) for _, a, b in steps), loads(moved)
-
-
-__all__ = ["OnceAStep", "stage_edge_messages", "stage_edge_seconds", "timing_of"]

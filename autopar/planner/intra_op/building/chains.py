@@ -73,6 +73,3 @@ def most_cut(strategies: list[Strategy], rule: Rule) -> list[Strategy]:
 def position_of(node: Node, out: int) -> int:
     """Return the position of output ``out`` among the outputs that are tensors."""
     return sum(o is not None for o in node.outs[:out])
-
-
-__all__ = ["Chain", "is_plain", "most_cut", "position_of"]

@@ -100,6 +100,3 @@ class Decoder:
             if r in decision_of:
                 keys.setdefault(decision_of[r], set()).add(reshard_key(self.graph, Ref(i)))
         return {name: frozenset(of_name) for name, of_name in keys.items()}
-
-
-__all__ = ["Decided", "Decoder"]

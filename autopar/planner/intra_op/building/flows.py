@@ -176,6 +176,3 @@ def _is_free(src: State, dst: State) -> bool:
     """Return whether a step makes no collective, forward or backward."""
     axis = changed_axis(src, dst)
     return step_collectives(src[axis], dst[axis]) == (None, None)
-
-
-__all__ = ["ReadAlike", "flow", "pieces_for_copies", "read_alike"]

@@ -89,6 +89,3 @@ def hidden_of(
         there, back = waits[when]
         total += Hidden(min(there, forward), min(back, backward), min(back, split))
     return total
-
-
-__all__ = ["Hidden", "hidden", "hidden_in", "hidden_of"]

@@ -66,6 +66,3 @@ def check_device(device: Device, name: str, numbers: NarrowFormat) -> None:
             f"products in {name} need cores with a rate for {numbers.needs}, and {device.name} has rates for {has}: "
             "take another precision, such as bf16-mixed, or other devices"
         )
-
-
-__all__ = ["LocalProduct", "check_device", "product_seconds"]

@@ -101,6 +101,3 @@ def _add(
     for number, row in enumerate(rows):
         spent = pricer.compute(graph, graph.nodes[k], rule, row[place])
         of_item[number] += times * (spent.total - spent.forward if backward else spent.forward)
-
-
-__all__ = ["overlaps", "parameter_overlaps"]

@@ -124,6 +124,3 @@ def beside_ops(
             )
     n_ops = sum(n.kind == "op" and n.needs_grad for n in nodes)
     return StageWork(summed, parameters, n_ops, microbatches, optimizer, cast_bytes)
-
-
-__all__ = ["NOTHING", "ParameterLoad", "beside_ops", "parameter_load", "together"]

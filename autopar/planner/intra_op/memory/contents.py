@@ -204,9 +204,3 @@ class StageContents:
 def by_category(held: Sequence[HeldMemory]) -> dict[str, int]:
     """Return the bytes of each category, in the order of :data:`CATEGORIES`."""
     return {name: sum(each.n_bytes for each in held if each.category == name) for name in CATEGORIES}
-
-
-__all__ = [
-    "ACTIVATIONS", "ACTIVATION_GRADIENTS", "CATEGORIES", "COMMUNICATION", "GATHERED", "GRADIENTS", "LOSS", "MASTERS",
-    "OPTIMIZER", "PARAMETERS", "WORKSPACE", "HeldMemory", "StageContents", "by_category",
-]  # fmt: skip

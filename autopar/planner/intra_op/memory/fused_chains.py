@@ -101,6 +101,3 @@ class FusedChains:
     def written(self, memory: int) -> None:
         """Note that some memory is written whoever reads it: an output, or sent, gathered or given up by a decision."""
         self.inside.pop(memory, None)
-
-
-__all__ = ["FUSED_KINDS", "SCALE_SHARE", "FusedChains", "is_loss", "may_fuse"]

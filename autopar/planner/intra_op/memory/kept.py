@@ -270,6 +270,3 @@ class KeptBytes:
         if of_segment and self.rows.graph.nodes[ref.node].kind == "op" and ref.out == 0:
             return ref.node, OUT
         return keeper.node, keeper.number
-
-
-__all__ = ["OUT", "KeptBytes", "StrategyRows", "share_of"]

@@ -138,6 +138,3 @@ def waiting_seconds(pricer: Pricer, holds: Ledger) -> dict[str, float]:
             more = record.price(pricer.costs, pricer.device, entry.n_bytes)
             seconds[record.name] = seconds.get(record.name, 0.0) + more
     return seconds
-
-
-__all__ = ["GIVEN", "Entry", "Keeper", "Ledger", "recompute_seconds", "waiting_seconds"]

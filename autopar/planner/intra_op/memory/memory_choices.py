@@ -208,6 +208,3 @@ class MemoryOffers:
             if entry.keepers and entry.decision == KEEP.name:
                 bytes_made[entry.since] += entry.n_bytes
         return bytes_made
-
-
-__all__ = ["MemoryOffers"]

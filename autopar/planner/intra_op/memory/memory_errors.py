@@ -42,6 +42,3 @@ def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) ->
         + f"\n  it would fit with {show_bytes(p.memory_bytes - limit)} more per device, more devices, or a smaller "
         "batch"
     )
-
-
-__all__ = ["AllTooLarge", "OutOfReach", "too_big"]

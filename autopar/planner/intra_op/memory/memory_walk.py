@@ -504,6 +504,3 @@ def ledger(
     """
     mesh = mesh if chosen is not None else Mesh()
     return Walk(graph, rules, mesh, chosen, reshard_paths, memory, every, kernels).ledger()
-
-
-__all__ = ["Value", "Walk", "ledger"]

@@ -356,6 +356,3 @@ class MomentRows:
             return needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
         saved = saved_of(graph, i, rule, strategy, mesh, gpu)
         return max(0, needs.forward_bytes - saved.inside_bytes - sum(n_bytes for n_bytes, _ in saved.memories))
-
-
-__all__ = ["MomentRows"]

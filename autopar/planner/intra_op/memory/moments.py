@@ -455,6 +455,3 @@ class StepMoments:
         elif is_cast:
             needs += stored_bytes  # what is added to the sum
         self.beside[at] += max(0, needs)
-
-
-__all__ = ["MADE", "SLOTS", "Lifetime", "Span", "StepMoments"]

@@ -136,6 +136,3 @@ class Segment:
     steps: list[tuple[Ref, State, State]] = field(default_factory=list)
     active: bool = False
     asks: int = -1
-
-
-__all__ = ["Segment", "is_asked", "patterns_in", "segment", "segments_of"]

@@ -149,6 +149,3 @@ def _may(node: Node) -> bool:
 def _is_view(node: Node, rule: Rule | None) -> bool:
     """Return whether an operator only views its input."""
     return rule is not None and rule.kind == "none" and not has_effect(node.target)
-
-
-__all__ = ["Recomputable", "block_starts", "blocks_from", "recomputable_of"]

@@ -149,8 +149,3 @@ def _moved(read: Sequence[int], made: Sequence[int], src: Placement, dst: Placem
 def _leads(shape: Sequence[int], dim: int) -> bool:
     """Return whether a dim is the first that has more than one element, so that parts along it are contiguous."""
     return all(n == 1 for n in shape[:dim])
-
-
-__all__ = [
-    "copies_gradient", "is_alias", "reduction_needs", "shape_in_memory", "step_back_needs", "step_needs",
-]  # fmt: skip

@@ -73,6 +73,3 @@ def _sent(walk: Walk, outputs: Sequence[State | None]) -> tuple[Crossed, ...]:
 def sends_back(graph: Graph, sent: Ref) -> bool:
     """Return whether a gradient comes back for what is sent."""
     return graph.nodes[sent.node].needs_grad and graph.spec(sent).is_float
-
-
-__all__ = ["OPTIMIZER_COPIES", "sends_back", "with_working_bytes"]

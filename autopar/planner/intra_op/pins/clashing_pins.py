@@ -166,6 +166,3 @@ def smallest_clash(
         return of_first + of_second
 
     return search([], False, list(pins))
-
-
-__all__ = ["explained", "smallest_clash"]

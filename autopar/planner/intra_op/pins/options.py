@@ -73,6 +73,3 @@ def device_limit(cluster: Cluster, devices: Iterable[int], request: float | None
         return request
     of_kinds = {device.name: device for device in map(cluster.device, devices)}
     return min(budget_of(cluster, device).limit_bytes for device in of_kinds.values())
-
-
-__all__ = ["Options", "device_limit"]

@@ -219,6 +219,3 @@ def _is_state(text: str, mesh: Mesh) -> bool:
     except MeshError:
         return False
     return True
-
-
-__all__ = ["PinnedChoices"]

@@ -66,6 +66,3 @@ def note_on_small(graph: Graph, params: Mapping[str, str], stages: Sequence[Stag
         f"{len(small)} parameter(s) are too small for the pieces that params= asks for by a pattern, and stay whole: "
         + first_few(list(small.values())),
     )
-
-
-__all__ = ["TooSmallError", "asks_for_what_fits", "note_on_small", "stored_and_lifetime", "why_too_small"]

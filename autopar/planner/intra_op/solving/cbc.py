@@ -129,6 +129,3 @@ def _pulp(lp: Matrix) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
         model.addConstraint(pulp.LpConstraint(terms, sense, f"r{r}", high if low == -math.inf else low))
     model.setObjective(pulp.LpAffineExpression([(v, c) for v, c in zip(columns, lp.cost, strict=True) if c]))
     return model, columns
-
-
-__all__ = ["ByCbc"]

@@ -48,6 +48,3 @@ def _stdout_nowhere() -> Iterator[None]:
         finally:
             libc.fflush(None)
             os.dup2(kept, 1)
-
-
-__all__ = ["silent_engine"]

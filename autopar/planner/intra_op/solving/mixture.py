@@ -146,6 +146,3 @@ def _mixed(graph: Graph, decoder: Decoder, before: Choice, after: Choice, cut: i
             for name in {**first.tensors, **second.tensors}
         },
     )  # fmt: skip
-
-
-__all__ = ["boundaries", "mixture"]

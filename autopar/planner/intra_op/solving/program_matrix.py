@@ -183,6 +183,3 @@ def _overlaps(problem: Problem, lp: Matrix) -> None:
         for side in overlap.sides:
             parts = {lp.picks[i][s]: -b / most for i, of_item in side for s, b in enumerate(of_item) if b}
             lp.row({hidden: 1.0, **parts}, -math.inf, 0.0)
-
-
-__all__ = ["Matrix", "matrix"]

@@ -326,6 +326,3 @@ def _engine(lp: Matrix) -> Any:
         engine.setOptionValue(name, value)
     engine.passModel(model)
     return engine
-
-
-__all__ = ["NOTHING", "Point", "Relaxation"]
