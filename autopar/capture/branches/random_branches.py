@@ -52,7 +52,7 @@ class Trace:
 
     @property
     def size(self) -> int:
-        """Return the graph of all branches that random numbers choose between."""
+        """The number of operators."""
         return sum(node.kind == "op" for node in self.draft.nodes)
 
 
