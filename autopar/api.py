@@ -463,7 +463,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             return outcome_of(plan, part, get_cluster(cluster) if cluster is not None else None)
 
         def part(microbatches: int) -> Captured:
-            """One of so many parts of the batch."""
+            """Return one of so many parts of the batch."""
             if microbatches == fixed:
                 return captured
             return planning.part_of(model, captured, first(1), microbatches, input_rows)

@@ -277,7 +277,7 @@ def _check_renewed(graph: Graph, model: torch.nn.Module, precision: Precision | 
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Its shape and dtype without values; it wants a gradient if ``tensor`` does."""
+    """Return a tensor of its shape and dtype without values; it wants a gradient if ``tensor`` does."""
     return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
 

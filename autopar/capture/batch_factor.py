@@ -558,7 +558,7 @@ def _numbers(bits: int) -> tuple[int, ...]:
 
 
 def _name(node: Node) -> str:
-    """``div`` of ``aten.div.Tensor``."""
+    """Return ``div`` for ``aten.div.Tensor``."""
     return node.target.split(".")[1] if "." in node.target else node.target
 
 

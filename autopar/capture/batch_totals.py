@@ -266,7 +266,7 @@ def _without_unread(graph: Graph, before: set[int]) -> tuple[Graph, dict[int, in
 
 
 def _full(node: Node) -> tuple[Any, ...]:
-    """All arguments of a loss of labels."""
+    """Return all arguments of a loss of labels."""
     names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     defaults = (None, None, None, 1, IGNORED, 0.0)
     n = 6 if "cross_entropy" in node.target else 5

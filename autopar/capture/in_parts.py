@@ -220,7 +220,7 @@ def names_of(captured: Any) -> list[str]:
 
 
 def in_parts_of(captured: Any) -> InParts | None:
-    """How a call is one microbatch of several, or one rank's; None where it is neither."""
+    """Return how a call is one microbatch of several, or one rank's; None where it is neither."""
     of: InParts | None = captured.example.in_parts if captured.example is not None else None
     return of
 
@@ -316,7 +316,7 @@ def _as_spelt(names: Collection[str], signature: inspect.Signature) -> frozenset
 
 
 def _others(example: object, rows: Collection[str | int], signature: inspect.Signature) -> frozenset[str]:
-    """All inputs but those with rows.
+    """Return all inputs but those with rows.
 
     Raises:
         CaptureError: a name or position of no input.

@@ -37,7 +37,7 @@ Draws = Sequence[tuple[str, tuple[RowsAt, ...] | None]]
 
 
 def note_rows_of_draws(graph: Graph) -> Graph:
-    """Have each random operator say where the rows of the batch are, in a captured graph."""
+    """Note in each random operator of a captured graph where the rows of the batch are."""
     _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes
     return with_rows_of_draws(graph)
 
@@ -53,11 +53,7 @@ def rows_of_draws(graph: Graph, with_rows: Collection[int]) -> Draws:
 def with_rows_of_draws(
     graph: Graph, with_rows: Collection[int] | None = None, of_several: Draws = ()
 ) -> Graph:
-    """Have each random operator of a graph say where the rows of the batch are (``Node.rows``).
-
-    ``with_rows`` are the inputs that have rows, by node number, where they are known. ``of_several`` are the
-    :func:`rows_of_draws` of a batch of several rows, which hold for one of one row.
-    """
+    """Note in each random operator of a graph where the rows of the batch are (``Node.rows``)."""
     rules = rules_of(graph, graph.alike)
     draws = _random(graph)
     rows = _rows_of_batch(graph, with_rows)
@@ -156,7 +152,7 @@ def _dims(
 
 
 def _through(i: int, node: Node, rule: Rule, dims: dict[Ref, list[_Digits | None]]) -> bool:
-    """Have the tensors of a call say of each other how their dims count; whether anything is new."""
+    """Propagate how dims count between the tensors of a call; return whether anything is new."""
     outs = [Ref(i, k) for k, spec in enumerate(node.outs) if spec is not None]
     tensors = [*zip(node.refs, rule.inputs, strict=False), *zip(outs, rule.outputs, strict=False)]
     of_factor: dict[str, _Digits] = {}
@@ -186,7 +182,7 @@ def _divided(digits: _Digits, factors: Sequence[tuple[str, int]]) -> Iterator[tu
 
 
 def _joined(term: Term, rule: Rule, of_factor: dict[str, _Digits], known: list[_Digits | None]) -> bool:
-    """Have the dims of a tensor count as the factors of which they are made; whether that is new."""
+    """Let the dims of a tensor count as the factors they are made of; return whether that is new."""
     changed = False
     for d, factors in enumerate(term):
         if d >= len(known) or not factors or known[d] not in (None, _WITHOUT):

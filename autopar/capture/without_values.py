@@ -119,7 +119,7 @@ class _Rebinding:
         """What ids in ``made`` are of, so that no other object gets one."""
 
     def attributes(self, module: torch.nn.Module) -> None:
-        """Those of one module of the copy."""
+        """Return the attributes of one module of the copy."""
         for name, value in list(vars(module).items()):
             if name not in _REGISTERED and (new := self.of(value)) is not value:
                 vars(module)[name] = new

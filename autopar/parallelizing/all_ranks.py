@@ -152,7 +152,7 @@ def _default_cluster(n: int, device_type: str, records: Sequence[RankRecord]) ->
 
 
 def device_type_of(model: torch.nn.Module) -> str:
-    """Where a model's parameters are; of a meta model, where they will be: on GPUs where the ranks can talk there."""
+    """Return the device type of a model's parameters; of a meta model, GPUs where the ranks can talk there."""
     kinds = {t.device.type for t in model.parameters()}
     if kinds - {"meta"}:
         return sorted(kinds - {"meta"})[0]

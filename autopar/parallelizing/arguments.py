@@ -94,7 +94,7 @@ def check(**given: Any) -> None:
 
 
 def is_right(name: str, value: PyTree) -> bool:
-    """Whether an argument has the right type."""
+    """Check whether an argument has the right type."""
     return _CHECKS[name][0](value)
 
 

@@ -47,14 +47,14 @@ def split_inputs(
 def split_example(
     inputs: Any, example_kwargs: Mapping[str, Any] | None, targets: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """``(args, kwargs, targets)`` of an example."""
+    """Return ``(args, kwargs, targets)`` of an example."""
     return *split_inputs(inputs, example_kwargs), (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
 
 
 def example_of(
     model: torch.nn.Module, inputs: Any, example_kwargs: Mapping[str, Any] | None, targets: Sequence[PyTree]
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """``(args, kwargs, targets)`` on the meta device if the model is there."""
+    """Return ``(args, kwargs, targets)``, on the meta device if the model is there."""
     args, kwargs = split_inputs(inputs, example_kwargs)
     example = args, kwargs, (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
     if isinstance(model, torch.nn.Module) and is_meta(model):

@@ -43,7 +43,7 @@ def outcome_of(plan: Plan | str | Path, part: Callable[[int], Captured], cluster
 
 
 def parts_of_batch(plan: Plan | str | Path | None, request: PlanRequest, ranks: int) -> int:
-    """Into how many parts the rows of a batch come, each on a rank of its own in every group.
+    """Return the number of parts of a batch's rows, each on a rank of its own in every group.
 
     Raises:
         PlanError: that depends on a number of stages that is still to be chosen.

@@ -128,11 +128,7 @@ def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, clu
 
 
 def starts_in(graph: Graph, plan: Plan, new: Graph) -> tuple[str, ...]:
-    """Where the stages of a plan for ``graph`` begin in another graph of the same model.
-
-    At the operator of the same module, of the same name and number there; where there is none, or a stage would then
-    read parameters that another one has, as early as the first operator that reads what the stages before do not have.
-    """
+    """Return where the stages of a plan for ``graph`` begin in another graph of the same model."""
     labels, labels_of_new = op_labels(graph), op_labels(new)
     by_label = {label: name for name, label in labels_of_new.items()}
     hot = [new.nodes[i] for i in hot_ops(new)]
@@ -167,7 +163,7 @@ def _first_stage(graph: Graph, node: Node, holders: Mapping[str, set[int]]) -> i
 
 
 def stored_as(state: State, needs_grad: bool) -> str:
-    """How a parameter is stored, as a pin: whole ones are said otherwise where they are frozen."""
+    """Return how a parameter is stored, as a pin; replicated frozen ones are spelled differently."""
     return ",".join(p if p.is_shard else replicated_placement(needs_grad) for p in state)
 
 
@@ -211,7 +207,7 @@ def for_graph(plan_options: Options, graph: Graph, stored: Mapping[str, str], me
 
 
 def _offers(graph: Graph, node: Node, rule: Rule, mesh: Mesh, axis: str, factor: str) -> bool:
-    """Whether an operator can be cut along a factor, or copied, on an axis of the mesh."""
+    """Check whether an operator can be sharded along a factor, or replicated, on an axis of the mesh."""
     name = option_written(factor)
     if name not in options_of(graph, node, rule, rule.blocks_on(mesh)):
         return False

@@ -98,7 +98,7 @@ _others: list[RuleFn] = [replicated]
 
 
 def ask_for_others(fn: RuleFn) -> None:
-    """Have ``fn`` make the rules of operators for which none is registered; until then they are kept whole."""
+    """Let ``fn`` make the rules of operators without a registered rule, which are replicated until then."""
     _others.append(fn)
 
 

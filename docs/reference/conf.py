@@ -1,10 +1,10 @@
 """Sphinx makes the reference of the public names from their docstrings: ``make docs``, into ``build/docs``."""
 
-import importlib.metadata
+import autopar
 
 project = "autopar"
 author = "autopar authors"
-release = importlib.metadata.version("autopar")
+release = autopar.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 
-import pytest
 from unit.test_floors import ROOT, modules
 
 NO_VERBS = frozenset(
@@ -28,7 +27,6 @@ def is_property(node: ast.FunctionDef) -> bool:
     return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
-@pytest.mark.xfail(strict=False, reason="not all docstrings are written so yet")
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
     found = []
     for path in modules().values():

@@ -327,7 +327,7 @@ class SelectedRows:
         return self._gathered(tensor, indices)
 
     def _gathered(self, tensor: object, indices: Sequence[object]) -> Rows:
-        """``tensor[:, t, k]`` for positions ``t`` and ``k`` of the same rows."""
+        """Rewrite ``tensor[:, t, k]`` for positions ``t`` and ``k`` of the same rows."""
         at_dims = {d: self.state.coordinate(i) for d, i in enumerate(indices) if i is not None}
         masks = {self.state.rows[i].mask for i in indices if i is not None and i in self.state.rows}
         if None in at_dims.values() or len(masks) != 1 or tensor in self.state.rows:

@@ -29,7 +29,7 @@ READ_BEFORE = (
 
 
 def write_parameters_first(draft: Draft) -> Draft:
-    """Have the trained parameters that the forward writes be written before the program runs.
+    """Move the writes of the forward to trained parameters before the program.
 
     Raises:
         CaptureError: a new value depends on inputs, is drawn, or the old one is read.

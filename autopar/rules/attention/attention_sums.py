@@ -92,7 +92,7 @@ class AttentionSoFar:
         add_part(out[..., rows, :], log_sum[..., rows], part, log_of_part)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both; zeros and -inf for a query that has seen no key."""
+        """Return both; zeros and -inf for a query that has seen no key."""
         out, log_sum = self._room()
         for gap in self._places.first_time(self._all):
             out[..., gap, :] = 0

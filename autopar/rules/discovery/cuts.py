@@ -90,7 +90,7 @@ def choices_of(
 
 
 def halvable(call: Call) -> list[Path | None]:
-    """None, and where even whole numbers stand among the arguments."""
+    """List None, and the positions of even whole numbers among the arguments."""
     paths: list[Path | None] = [None]
     arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
     for key, value in arguments:

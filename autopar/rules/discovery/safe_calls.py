@@ -118,7 +118,7 @@ def _read(reader: int, end: float) -> bytes | None:
 
 
 def _child(fn: Callable[[], Any], reader: int, writer: int) -> None:
-    """Never returns. Nothing of the caller's is run as the process ends, and what kernels print is not shown."""
+    """Run ``fn`` and exit the process without the caller's exit handlers or output of kernels."""
     try:
         import faulthandler
         import resource

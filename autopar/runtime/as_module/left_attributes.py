@@ -52,7 +52,7 @@ def leave(run: ParallelRun, values: Sequence[PyTree], of_step: bool) -> None:
 
 
 def begin(run: ParallelRun) -> None:
-    """Have attributes hold nothing of before ``parallelize`` that calls of the program would have set."""
+    """Clear attributes from before ``parallelize`` that calls of the program would have set."""
     parts = dict(run.module.named_modules())
     for left in run.captured.left:
         if left.path not in parts or left.plain:
@@ -105,7 +105,7 @@ def refuse_left(captured: Captured, path: str, name: str) -> None:
 
 @contextlib.contextmanager
 def refusing_what_is_left(run: ParallelRun) -> Iterator[None]:
-    """Have a method of the model that reads what forward sets and the program does not be refused.
+    """Refuse a method of the model that reads what forward sets and the program does not.
 
     Raises:
         RunError: it names such an attribute.

@@ -30,7 +30,7 @@ class AsModel(torch.nn.Module):
 
 
 def show_as(module: AsModel, kind: type) -> None:
-    """Have a module be taken for one of another class."""
+    """Show a module as one of another class."""
     own: type = next(cls for cls in type(module).__mro__ if _FACE not in vars(cls))
     shown = _kinds.get((own, kind))
     if shown is None:

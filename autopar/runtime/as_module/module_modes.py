@@ -58,7 +58,7 @@ class Modes:
 
 @contextlib.contextmanager
 def in_modes(model: torch.nn.Module, training: Collection[str]) -> Iterator[None]:
-    """Have the modules of a model be in these modes, and then in their own again."""
+    """Put the modules of a model into these modes in this scope."""
     now = [(module, module.training) for module in model.modules()]
     try:
         for path, module in model.named_modules():

@@ -261,7 +261,7 @@ class ParallelModule(Derived):
         return self._autopar.seeds.state()
 
     def set_extra_state(self, state: Any) -> None:
-        """Have random operators go on from there (:meth:`~autopar.runtime.stages.seeds.Seeds.go_on`)."""
+        """Let random operators continue from a state (:meth:`~autopar.runtime.stages.seeds.Seeds.go_on`)."""
         if isinstance(state, torch.Tensor):  # and nothing that stands for it
             self._autopar.seeds.go_on(state)
 

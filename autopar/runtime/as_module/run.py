@@ -204,7 +204,7 @@ class ParallelRun:
 
     @contextlib.contextmanager
     def changing_modes(self) -> Iterator[None]:
-        """Have the modes be changed in here, and a program for them be there afterwards.
+        """Let the modes be changed in this scope, and prepare a program for them afterwards.
 
         Raises:
             RunError: there can be none; the modes are those of before.
@@ -226,7 +226,7 @@ class ParallelRun:
             self.is_changing_mode, self.modes.stale = False, True
 
     def follow_modes(self) -> None:
-        """Have a program for the modes now, or leave it to the next call.
+        """Prepare a program for the modes now, or leave it to the next call.
 
         Raises:
             RunError: calls are not followed, or the model cannot be captured in eval mode.
@@ -266,7 +266,7 @@ class ParallelRun:
         return at_first if self.runs_in(at_first) else self.modes.training
 
     def have_evaluation(self) -> bool:
-        """Have the program of eval mode next to that of training; return False where it is another graph.
+        """Prepare the program of eval mode next to that of training; return False where it is another graph.
 
         Raises:
             RunError: it is, and calls are not followed.

@@ -252,7 +252,7 @@ def methods_of(kind: type) -> Iterable[str]:
 
 
 def place(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:
-    """Have the values for a module's own parameters and buffers placed as these are."""
+    """Place the values for a module's own parameters and buffers as these are placed."""
     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
         name = prefix + key
         value = state_dict.get(name)

@@ -147,10 +147,7 @@ class UserModule:
                     each.written["_buffers"][key] = stored
 
     def _replace_meta(self, device: torch.device) -> None:
-        """Have parameters of a model on the meta device be where the stored ones are, to be given values there.
-
-        Those on the meta device are kept, too: the example call is there, and is captured with them.
-        """
+        """Move the parameters of a model on the meta device to the stored ones' device, to be given values there."""
         new = {
             id(param): torch.nn.Parameter(
                 torch.zeros((), dtype=param.dtype, device=device).expand(param.shape), param.requires_grad
@@ -178,7 +175,7 @@ class UserModule:
         self, values: Mapping[str, torch.Tensor] | None = None, requires_grad: Mapping[str, bool] | None = None, *,
         captures: bool = True,
     ) -> Iterator[torch.nn.Module]:  # fmt: skip
-        """Have the module be as its user wrote it: its class, its own parameters, buffers and hooks.
+        """Restore the module as its user wrote it in this scope: class, own parameters, buffers and hooks.
 
         Args:
             values: whole values by name; parameters that have none have their shapes only.
@@ -240,7 +237,7 @@ class UserModule:
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:
-        """Have hidden attributes be what they were."""
+        """Show hidden attributes as they were."""
         owners = {each.path: each.module.__dict__ for each in self.modules}
         now = [(owners[path], name, owners[path].get(name, _MISSING)) for path, name in self.hidden]
         for (path, name), value in self.hidden.items():

@@ -63,7 +63,7 @@ class RowsOfRanks:
     without: frozenset[str] = frozenset()
 
     def __init__(self, ranks: int, place: int, everyone: Sequence[int]) -> None:
-        """All ranks call it.
+        """Initialize the object; all ranks call it.
 
         Args:
             everyone: these ranks, in the order of their mesh.
@@ -100,7 +100,7 @@ class LocalBatch(RowsOfRanks):
     """The batches of one module on its ranks, each of which has a part."""
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
-        """All ranks of the module call it.
+        """Initialize the object; all ranks of the module call it.
 
         Args:
             device_mesh: of these ranks.

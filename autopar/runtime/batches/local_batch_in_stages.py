@@ -45,7 +45,7 @@ class RowsInStages(RowsOfRanks):
     """
 
     def __init__(self, stages: Sequence[tuple[Mesh, Sequence[int]]], rank: int) -> None:
-        """All ranks of the pipeline call it.
+        """Initialize the object; all ranks of the pipeline call it.
 
         Args:
             stages: the mesh of each, and its ranks in row-major order of it.

@@ -164,7 +164,7 @@ class Samplers:
         return {"samplers": [sampler.state_dict() if sampler is not None else None for sampler in there]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have each go on from there.
+        """Restore the positions of all samplers.
 
         Raises:
             RunError: as for :meth:`RowSampler.load_state_dict`.

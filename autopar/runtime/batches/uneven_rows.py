@@ -39,7 +39,7 @@ class Exchange:
     """Numbers that ranks tell each other before each call, of one module."""
 
     def __init__(self, ranks: Sequence[int], groups: Groups) -> None:
-        """All of the ranks call it, in one order.
+        """Initialize the object; all of the ranks call it, in one order.
 
         Args:
             ranks: in the order of the mesh, which is that of their rows.

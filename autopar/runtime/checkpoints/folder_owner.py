@@ -93,7 +93,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def own(folder: Path, holder: int) -> Ownership:
-    """Own a folder until :meth:`Ownership.release`; checkpoints of one process own it together.
+    """Take ownership of a folder until :meth:`Ownership.release`; checkpoints of one process share it.
 
     Raises:
         RunError: another job saves there.

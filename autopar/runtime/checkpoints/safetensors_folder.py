@@ -68,7 +68,7 @@ def load_safetensors(pm: ParallelRun, folder: str | os.PathLike[str], *, strict:
 
 
 def _count_as_written(stored: Mapping[str, torch.Tensor]) -> None:
-    """Have autograd and the program see that parameters changed: pieces are written beside them."""
+    """Mark parameters as changed, for autograd and the program: their shards are written directly."""
     for value in {id(t): t for t in stored.values()}.values():
         if not value.is_inference():
             torch.autograd.graph.increment_version(value)

@@ -268,7 +268,7 @@ class Checkpoint:
                 self.owner.release(id(self))
 
     def _name(self, unnamed: Path, manifest: Manifest) -> None:
-        """Everything is written on all ranks: rank 0 gives the save its name."""
+        """Name the save, on rank 0, when everything is written on all ranks."""
         assert self.owner is not None
         replace(manifest, order=next_order(self.folder)).write(unnamed)
         if not self.owner.holds():
@@ -301,10 +301,7 @@ class Checkpoint:
         return list(saves_in(self.folder))
 
     def load(self, step: int | None = None, *, strict: bool = True) -> int | None:
-        """Have model, optimizer and all else be as in a save; on any number of ranks.
-
-        All files are compared with their checksums first. Nothing has changed where a load fails. On another number of
-        ranks than saved it, what each rank saved of its own is taken from the first.
+        """Restore model, optimizer and all else from a save; on any number of ranks.
 
         Args:
             step: of which save; by default the one that was written last.
@@ -335,7 +332,7 @@ class Checkpoint:
         return None
 
     def _load(self, step: int, source: Path, strict: bool) -> int:
-        """Have all be as in a save; or as it was, where that fails."""
+        """Restore all from a save; where that fails, restore what was before."""
         what = f"loaded from {source}"
         with self._on_all(what):
             manifest = Manifest.read(source)
@@ -432,7 +429,7 @@ class Checkpoint:
                 self.optimizer.state.pop(param, None)
 
     def _load_groups(self, manifest: Manifest, of_rank: dict[str, Any], strict: bool) -> None:
-        """Have the optimizer be as one that has no state yet, or keeps none."""
+        """Restore an optimizer that has no state yet, or keeps none."""
         assert self.optimizer is not None
         if manifest.optimizer is False and strict:
             raise RunError(

@@ -45,7 +45,7 @@ class TrainedParams:
                 self.token = _Parameters.apply(self, *(param for _, param in self.pairs))
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Have autograd add these, one for each parameter, in the backward that runs now."""
+        """Let autograd add these gradients, one for each parameter, in the running backward."""
         task = current_backward()
         before = self.waiting if task == self.task else [None] * len(grads)  # what an interrupted one left is void
         self.task = task

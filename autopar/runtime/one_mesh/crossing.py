@@ -154,7 +154,7 @@ def crossed(
     gradients: Gradients, probe: torch.Tensor, inputs: Mapping[str, torch.Tensor], run: Run,
     around: Around = contextlib.nullcontext,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """``run(inputs)`` in the caller's autograd graph.
+    """Call ``run(inputs)`` in the caller's autograd graph.
 
     Args:
         probe: an empty leaf that wants a gradient; only an ordinary backward comes to it.

@@ -18,9 +18,7 @@ from autopar.runtime.parameters.state import HeldParam, give
 
 @contextlib.contextmanager
 def stand_ins(slots: Sequence[tuple[int, HeldParam]], template: list[Any]) -> Iterator[None]:
-    """Have the program read stand-ins, which share the parameters' memory and collect the gradients of a step.
-
-    At its end the parameters get them; if it breaks, they are forgotten.
+    """Give the program stand-ins, which share the parameters' memory and collect the gradients of a step.
 
     Args:
         slots: where parameters stand in ``template``, the inputs of the program.

@@ -158,7 +158,7 @@ class MeshRun(ParallelRun):
         return self.batch.tensors(args, kwargs)
 
     def take_local_batch(self, without: frozenset[str]) -> None:
-        """From now on every rank is called with its own rows; inputs of the names in ``without`` have none."""
+        """Call every rank with its own rows from now on; inputs of the names in ``without`` have none."""
         self.local_batch = LocalBatch(self.device_mesh)
         self.local_batch.without = without
 
@@ -348,7 +348,7 @@ class MeshRun(ParallelRun):
         return loss
 
     def check_step(self, call: ModuleCall) -> None:
-        """Before a step begins: within it, another program would be refused."""
+        """Check a call before a step begins: within it, another program would be refused."""
         with self.all_in_step("the step"):
             check_values(self, call)
 

@@ -84,7 +84,7 @@ def parts_of_step(
 
 
 def _may_be_uneven(pm: Any) -> bool:
-    """Whether a step may have parts of several shapes. Hooks on parameters see the sums of a part, not of the step."""
+    """Check whether a step may have parts of several shapes; hooks on parameters see the sums of a part."""
     follows = pm.programs is not None and pm.programs.shapes
     is_replicated = pm.buckets is None and not pm.batch.pieces
     return follows and is_replicated and not any(has_hooks(param) for param in pm.parameters())

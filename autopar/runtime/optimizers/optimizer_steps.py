@@ -33,7 +33,7 @@ _GRADIENTS = 1
 
 
 def correct() -> None:
-    """Have the steps of torch's optimizers run so from now on; a second call changes nothing."""
+    """Repair the steps of torch's optimizers for DTensors from now on; a second call changes nothing."""
     for functions, wrap in ((OPTIMIZERS_OF_ELEMENTS, _on_pieces), (OPTIMIZERS_OF_MATRICES, _on_whole)):
         for function in functions:
             step = function.get()

@@ -60,7 +60,7 @@ _hook: Any = None
 
 
 def keep(param: torch.nn.Parameter, name: str, policy: Precision) -> None:
-    """Have optimizers step on a parameter, and keep its state, as a policy says; nothing is done where they do so."""
+    """Step on a parameter, and keep its state, by a policy from now on; a second call changes nothing."""
     global _hook
     if not policy.rounds:
         return

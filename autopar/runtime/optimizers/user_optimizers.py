@@ -106,11 +106,7 @@ class Move:
                 )
 
     def to(self, run: ParallelRun, group: Any) -> None:
-        """Have the optimizer hold the parameters of a run: groups, options and the first rank's state are kept.
-
-        Every rank of ``group`` calls it. Parameters that this rank does not hold, those of other stages of a pipeline,
-        leave its groups.
-        """
+        """Move the optimizer to the parameters of a run: groups, options and the first rank's state are kept."""
         new = dict(run.named_parameters(remove_duplicate=False))
         state = self._first_ranks_state(group, run.device, new)
         for options, names in zip(self.optimizer.param_groups, self.layout, strict=True):

@@ -112,7 +112,7 @@ def _ranks(device_mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def meet_on(device_mesh: DeviceMesh) -> None:
-    """Have the ranks of a parallel module's mesh see whether all of them read a number; all of them call it."""
+    """Let the ranks of a parallel module's mesh check that all of them read a number; all of them call it."""
     ranks, world = _ranks(device_mesh), dist.group.WORLD
     if len(ranks) > 1 and _meetings.get(ranks, (None,))[0] is not world:
         meeting = CollectiveLog(ranks)
@@ -365,7 +365,7 @@ REPAIRS = (
 
 
 def correct() -> None:
-    """Have the numbers, overflows and assignments of DTensors be right from now on; a second call changes nothing."""
+    """Repair numbers, overflows and assignments of DTensors from now on; a second call changes nothing."""
     watch_norms()
     for repair in REPAIRS:
         repair.apply()

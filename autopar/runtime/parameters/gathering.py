@@ -65,7 +65,7 @@ class Unit:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Have the gathered values in the leaves."""
+        """Gather the values into the leaves."""
         if self.ready:
             return
         self.start()

@@ -43,7 +43,7 @@ _strategy_of: Callable[..., Any] = DTENSOR_STRATEGY.get()
 
 
 def mix_on(device_mesh: DeviceMesh) -> None:
-    """Have operators mix plain tensors with DTensors on this mesh from now on."""
+    """Let operators mix plain tensors with DTensors on this mesh from now on."""
     if not _meshes:
         PLAIN_BESIDE_DTENSOR.set(_replicated)
         DTENSOR_RESULT.set(_result)

@@ -55,7 +55,7 @@ def watch_norms() -> None:
 
 
 def flat_optimizer_states() -> None:
-    """Have torch's state dicts of optimizers of pipelines be flat from now on."""
+    """Make torch's state dicts of optimizers of pipelines flat from now on."""
     real: Any = STATE_DICT_OPTIONS.get()
     if hasattr(real, "_flat_for"):
         return

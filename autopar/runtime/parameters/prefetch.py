@@ -39,7 +39,7 @@ class GatherOrder:
         self.late: set[int] = set()
 
     def begin(self, same_step: bool) -> None:
-        """Before a forward: what was gathered in an earlier step expires, the first gathers start."""
+        """Begin a forward: what was gathered in an earlier step expires, the first gathers start."""
         if not same_step:
             for unit in self.units:
                 unit.expire()
@@ -52,7 +52,7 @@ class GatherOrder:
                 self.units[i].start()
 
     def begin_whole(self, same_step: bool) -> None:
-        """Before a compiled forward, which gathers itself what lives for one use: all else is gathered now."""
+        """Begin a compiled forward, which gathers what lives for one use itself: all else is gathered now."""
         for unit in self.units:
             if not same_step:
                 unit.expire()
@@ -128,13 +128,13 @@ class GatherOrder:
                 self._free(i)
 
     def end(self) -> None:
-        """After a backward: nothing gathered per use stays."""
+        """End a backward: what was gathered for one use is freed."""
         self.left = {}
         for i in self.per_use:
             self._free(i)
 
     def drop(self) -> None:
-        """After a forward or backward that broke: no gather is under way, and nothing that it gathered counts."""
+        """Forget a forward or backward that failed: its pending gathers, and what they gathered."""
         if self.hooks is not None:
             self.unguard()
         for unit in self.units:

@@ -53,7 +53,7 @@ def relaid(params: Mapping[str, torch.nn.Parameter], choices: Mapping[str, Param
 
 @torch.no_grad()
 def _move(tensor: DTensor, placements: tuple[Any, ...]) -> None:
-    """Have a DTensor hold its values in other pieces; it stays the same object."""
+    """Redistribute the values of a DTensor, which stays the same object."""
     there: Any = DTensor.redistribute(tensor.detach(), tensor.device_mesh, placements)  # type: ignore[arg-type]
     local = there._local_tensor
     tensor._local_tensor = local.clone() if local._base is not None else local.contiguous()
@@ -61,7 +61,7 @@ def _move(tensor: DTensor, placements: tuple[Any, ...]) -> None:
 
 
 def _state_follows(optimizer: torch.optim.Optimizer, args: PyTree, kwargs: PyTree) -> None:
-    """Before a step: what an optimizer keeps of a parameter is in the pieces in which the parameter is."""
+    """Redistribute an optimizer's state of a parameter like the parameter, before a step."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param not in _moved:

@@ -85,6 +85,6 @@ class Repair:
                 self._applied.append(change)
 
     def undo(self) -> None:
-        """Have torch as it was."""
+        """Restore torch as it was."""
         while self._applied:
             self._applied.pop().undo()

@@ -38,13 +38,13 @@ def _count_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def note_write(param: torch.Tensor) -> None:
-    """Another :func:`version_of` a parameter from here on: its local piece was written."""
+    """Change :func:`version_of` a parameter, whose local shard was written."""
     if isinstance(param, DTensor) or hasattr(param, _STEPS):
         setattr(param, _STEPS, getattr(param, _STEPS, 0) + 1)
 
 
 def count_steps(param: torch.Tensor) -> None:
-    """Have :func:`version_of` tell steps of optimizers on a plain tensor, too, of which fused ones leave no trace."""
+    """Count steps of optimizers on a plain tensor in :func:`version_of`; fused ones leave no other trace."""
     if not hasattr(param, _STEPS):
         setattr(param, _STEPS, 0)
 
@@ -53,10 +53,7 @@ register_optimizer_step_post_hook(_count_steps)
 
 
 def version_of(param: torch.Tensor) -> tuple[int, int]:
-    """Another one after an in-place change of a parameter, or an optimizer's step on it.
-
-    An optimizer that works on lists of DTensors (``foreach``) leaves no trace in the version that autograd counts.
-    """
+    """Return a version that changes with an in-place change of a parameter, or an optimizer's step on it."""
     return 0 if param.is_inference() else param._version, getattr(param, _STEPS, 0)
 
 

@@ -69,7 +69,7 @@ class PipelineRun(ParallelRun):
         values: Callable[[str], torch.Tensor] | None = None, alike: bool | None = None, meeting: Meeting | None = None,
         random: str = "sharded",
     ) -> None:  # fmt: skip
-        """Every rank calls this with the same arguments.
+        """Initialize the object; every rank calls it with the same arguments.
 
         Args:
             model: with its values, or on the meta device with ``values``.
@@ -139,7 +139,7 @@ class PipelineRun(ParallelRun):
         self.work = pipeline_programs.work_of(self, plan.microbatches)
 
     def take_local_batch(self, without: frozenset[str]) -> None:
-        """From now on every rank is called with its own rows; inputs of the names in ``without`` have none."""
+        """Call every rank with its own rows from now on; inputs of the names in ``without`` have none."""
         self.local_batch = RowsInStages(
             [(s.mesh, s.devices) for s in self.plan.stages], self.rank
         )

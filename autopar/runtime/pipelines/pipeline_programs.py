@@ -50,7 +50,7 @@ def fields_of(pm: Any) -> Fields:
 
 
 def resume(pm: Any, fields: Fields) -> None:
-    """Have ``pm`` run a program that was kept, with the buffers as they are by now."""
+    """Run a program again that was kept, with the current buffers."""
     now = _buffers_now(pm)
     for name, value in fields.items():
         setattr(pm, name, value)
@@ -85,7 +85,7 @@ def work_of(pm: Any, microbatches: int) -> Work:
 
 
 def take(pm: Any, new: Captured, count: int, replan: ReplanStages | None, all_well: AllWell) -> None:
-    """Have the stages run ``new``: under other plans, if it differs in more than literals.
+    """Run ``new`` in the stages: under other plans, if it differs in more than literals.
 
     Args:
         count: microbatches of the step that follows.

@@ -170,7 +170,7 @@ class Failures:
             self.store.compare_set(_ENDED, "", f"rank {self.rank} has ended outside of this module's steps{how}")
 
     def settle(self) -> None:
-        """Before a step: if an earlier one broke off here, wait until it has on all ranks.
+        """Wait before a step, if an earlier one broke off here, until it has on all ranks.
 
         Raises:
             RunError: another rank goes on with that step, or waits in it for this one; or a rank that waited in it had

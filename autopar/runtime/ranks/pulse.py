@@ -178,7 +178,7 @@ def wait_elsewhere(ranks: Sequence[int]) -> str:
 
 
 def begin() -> None:
-    """Have this rank have a pulse, in the world that there is now."""
+    """Start this rank's pulse in the present world."""
     pulse = _kept.get("pulse")
     if dist.get_world_size() > 1 and (
         pulse is None or pulse.world is not dist.group.WORLD or _kept["pid"] != os.getpid()

@@ -32,7 +32,7 @@ class StoreThread(threading.Thread):
         _running.add(self)
 
     def end(self, seconds: float) -> None:
-        """Have it end, and wait that long for it."""
+        """End the thread, waiting at most ``seconds`` for it."""
         self.told_to_end.set()
         if self.is_alive() and self is not threading.current_thread():
             self.join(seconds)

@@ -277,6 +277,6 @@ class _Compared:
         return self.inner.get_compiler_config() if hasattr(self.inner, "get_compiler_config") else None
 
     def reset(self) -> None:
-        """Before another one is compiled."""
+        """Prepare for another compilation."""
         if hasattr(self.inner, "reset"):
             self.inner.reset()

@@ -164,12 +164,7 @@ class Seeds:
         return state
 
     def go_on(self, state: torch.Tensor) -> None:
-        """Have calls go on where another run stood, whose :meth:`state` it was.
-
-        Where the module itself gave that state, weights are taken back in the middle of a run (the best ones so far,
-        those before a step that failed): its noise goes on, as in eager mode, and does not begin anew. On a rank that
-        was seeded otherwise than the first one, whose seeds do not count, its own numbers go on.
-        """
+        """Continue the draws of another run from its :meth:`state`."""
         have = self._generator_state()
         if state.dtype != have.dtype or state.shape != have.shape:
             warnings.warn(

@@ -159,7 +159,7 @@ class Buckets:
 def keys_of(
     signature: inspect.Signature, model_args: int | None, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> list[Key]:
-    """Where the leaves of a call stand in it, however the call is spelled; in the order of ``(args, kwargs)``."""
+    """Return the positions of a call's leaves, however the call is spelled, in the order of ``(args, kwargs)``."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     numbers, numbers_by_name = pytree.tree_unflatten(range(len(leaves)), spec)
     try:
@@ -175,7 +175,7 @@ def keys_of(
 
 
 def dims_of(leaf: torch.Tensor, size: Size) -> tuple[str | None, ...]:
-    """Which dims of an example's tensor are rows, and which are as long as the example."""
+    """Return which dims of an example's tensor are rows, and which are as long as the example."""
     return tuple(
         ROWS if at == 0 and n == size[0] else LENGTH if n == size[1] else None for at, n in enumerate(leaf.shape)
     )

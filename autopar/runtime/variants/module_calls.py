@@ -64,7 +64,7 @@ class ModuleCall:
         return batch, example.loss_fn if targets or not example.targets else None
 
     def parts_of(self, captured: Captured) -> int | None:
-        """Of how many microbatches a step is, of the program that was captured; None of a call that is no step."""
+        """Return the number of microbatches of a step of the captured program; None for a call that is no step."""
         if self.parts is not None or not self.in_parts or captured.example is None:
             return self.parts
         have, rows = rows_of((self.args, dict(self.kwargs)), no_rows_in(captured)), batch_rows(captured)
@@ -77,7 +77,7 @@ class ModuleCall:
 
 
 def parts_of(rows: int, most: int) -> int:
-    """Into how many equal microbatches of at most ``most`` rows a batch is cut: as few as can be."""
+    """Return the least number of equal microbatches of at most ``most`` rows."""
     return next(k for k in range(1, max(rows, 1) + 1) if rows % k == 0 and rows // k <= most)
 
 

@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 
 
 def check_values(run: ParallelRun, call: ModuleCall) -> None:
-    """Have the program be one of the call's shapes, and compute with the values that the model has.
+    """Run the program of the call's shapes, with the values that the model has.
 
     Raises:
         RunError: it was captured with others, and they cannot or shall not be captured again.
@@ -145,14 +145,14 @@ class Programs:
             self.meeting.meet("calls", f"{what}() behind call {self.calls}", ON_ALL_METHOD)
 
     def of_copy(self, model: torch.nn.Module) -> Programs:
-        """Those of a copy of the module, which follows shapes as this one does; values stay those of the program."""
+        """Return the programs of a copy of the module, which follows shapes as this one does; values stay."""
         twin = copy.copy(self)
         twin.kept, twin.calls, twin.captures, twin.values = [], 0, 0, False
         twin.meeting = CollectiveLog(self.ranks) if self.meeting is not None else None
         return twin
 
     def follow(self, pm: ParallelRun, call: ModuleCall) -> None:
-        """Have ``pm`` run the program of a call and of the values that its model has; before each call, on every rank.
+        """Run the program of a call and of the values that its model has; before each call, on every rank.
 
         Raises:
             RunError: ranks are called differently, or have changed different values; or the change cannot be followed,
@@ -212,7 +212,7 @@ class Programs:
         self.kept = [*self.kept, before][-KEPT:]
 
     def _fits(self, pm: Any, call: ModuleCall) -> bool:
-        """Whether the program that runs now takes a call; where shapes are not followed, it says itself what is wrong.
+        """Check whether the running program takes a call; where shapes are not followed, it raises its own error.
 
         Raises:
             RunError: the call is under another autocast, and other calls are not followed.
@@ -243,7 +243,7 @@ class Programs:
         return decided_for_steps(captured)[1]
 
     def _is_counted(self, pm: Any, call: ModuleCall) -> bool:
-        """Whether the number of microbatches of a step follows from its rows and those of the example."""
+        """Check whether the number of microbatches of a step follows from its rows and those of the example."""
         if self.rows is None:
             self.rows = batch_rows(pm.captured) if pm.captured.example is not None else 0
         whole = call.in_parts and call.one is None and call.parts is None
@@ -264,7 +264,7 @@ class Programs:
         )  # fmt: skip
 
     def _is_of_fewer(self, pm: Any, captured: Captured, call: ModuleCall) -> bool:
-        """Whether a step that has fewer rows than the example would be cut, where it is one microbatch."""
+        """Check whether a step with fewer rows than the example would be cut, where it is one microbatch."""
         if not self._is_counted(pm, call):
             return False
         have = rows_of((call.args, dict(call.kwargs)), no_rows_in(captured))
@@ -402,7 +402,7 @@ def check_autocast(captured: Captured) -> None:
 
 
 def _is_whole(batch: Batch, captured: Captured) -> bool:
-    """Whether a batch has the shapes that were captured; ranks may have passed their pieces."""
+    """Check whether a batch has the captured shapes; ranks may have passed their shards."""
     example = captured.example
     assert example is not None
     wanted = pytree.tree_leaves((example.args, dict(example.kwargs), example.targets))

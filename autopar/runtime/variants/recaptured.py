@@ -37,7 +37,7 @@ PROGRAM = (
 
 
 def differs(old: Captured, new: Captured) -> str:
-    """In what two captures differ beside literals; empty where it is nothing."""
+    """Say how two captures differ other than in literals; empty where they do not."""
     a, b = old.graph, new.graph
     if len(a.nodes) != len(b.nodes):
         return f"{len(b.nodes)} operators and inputs, and had {len(a.nodes)}"
@@ -79,7 +79,7 @@ def fields_of(pm: ParallelRun) -> Fields:
 
 
 def take(pm: Any, new: Captured, replan: Replan | None, all_well: AllWell) -> None:
-    """Have a module run ``new``: under the plan that it has, if that fits, else under a new one."""
+    """Run ``new`` in a module: under the present plan, if that fits, else under a new one."""
     reason = differs(pm.captured, new)
     plan: StagePlan | None = None
     if reason:
@@ -111,7 +111,7 @@ def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner
 
 
 def _stored(pm: ParallelRun, graph: Graph) -> dict[str, str]:
-    """How the parameters are stored, as pins; none on one device, where nothing is placed.
+    """Return how the parameters are stored, as pins; none on one device, where nothing is placed.
 
     Args:
         graph: that is to be planned. A parameter that the module has frozen since (an average of it, say) wants a
@@ -221,7 +221,7 @@ def _renewed_from_now_on(name: str, param: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def resume(pm: Any, fields: Fields) -> None:
-    """Have ``pm`` run a program that was kept, with the buffers as they are by now."""
+    """Run a program again that was kept, with the current buffers."""
     now = pm.stage.buffers
     for name, value in fields.items():
         setattr(pm, name, value)
@@ -230,7 +230,7 @@ def resume(pm: Any, fields: Fields) -> None:
 
 
 def with_buffers_of(pm: ParallelRun, stage: Stage, now: Buffers) -> None:
-    """Have a stage that was kept read the buffers of the one that ran last."""
+    """Make a stage that was kept read the buffers of the one that ran last."""
     if stage.buffers is not now:
         wanted = {name: state for name, (_, state) in stage.buffers.items()}
         stage.buffers.update(_placed_again(pm, now, wanted, stage.device_mesh))
