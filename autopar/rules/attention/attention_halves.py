@@ -99,7 +99,7 @@ def _halves(number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _in_order(number: int, *halves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the first and second half of each tensor from its even and odd one; on an odd rank the odd one is first."""
+    """Return first and second half of each tensor from its even and odd one; on an odd rank the odd one is first."""
     both = zip(halves[: len(halves) // 2], halves[len(halves) // 2 :], strict=True)
     return tuple(x for pair in both for x in (pair if number % 2 == 0 else reversed(pair)))
 
