@@ -177,7 +177,7 @@ def test_a_model_on_the_cpu_of_a_machine_with_gpus_is_told_about(gpus: mock.Mock
     ("asked", "processes", "device", "said"),
     [
         ("auto", 4, "cuda", "4 of 4 GPUs (NVIDIA L4)"),
-        ("auto", 8, "cpu", "8 processes on the CPU; 4 GPUs are here, too few"),
+        ("auto", 8, "cpu", "8 processes on the CPU; 4 GPUs are too few"),
         ("cpu", 2, "cpu", "2 processes on the CPU"),
         ("cuda", 1, "cuda", "1 of 4 GPUs (NVIDIA L4)"),
     ],
