@@ -275,14 +275,14 @@ def buffer_by_hand() -> list[Any]:
 
 
 def mode_by_hand(piped: bool) -> float:
-    """``pm.training = False`` is ``eval()``, and back."""
+    """``training = False`` of a module and its dropout is ``eval()``, and back."""
     x, model = batches(1)[0], Net(0.5)
     alone = copy.deepcopy(model).eval()
     pm = spread(model, piped, x)
-    pm.training = False
+    pm.training = pm.drop.training = False
     with torch.no_grad():
         found = difference(pm(x), alone(x))
-    pm.training = True
+    pm.training = pm.drop.training = True
     losses = [pm.train_step(x) for _ in range(2)]
     assert losses[0] != losses[1], "dropout is on again"
     return found
@@ -303,8 +303,6 @@ def refused(what: str, piped: bool) -> str:
     if what == "total norm":
         pm.train_step(x)
         return said(lambda: TOTAL_NORM([p.grad for p in pm.parameters()]))
-    if what == "part":
-        return said(lambda: next(iter(pm.children())).eval())
     return said(lambda: getattr(pm, what)())
 
 

@@ -477,17 +477,17 @@ def gradients_of_each_row(model: Any, given: Batch) -> Any:
     torch.func.vmap(lambda x, y: model(x[None], y[None]))(*given)
 
 
-@refused("RunError: torch.jit.trace of a parallel module: .*trace the model itself")
+@refused("RunError: torch.jit.trace of a parallel module: .*trace a copy of the model")
 def traced(model: Any, given: Batch) -> Any:
     torch.jit.trace(model, given)
 
 
-@refused("RunError: torch.jit.script of a parallel module: .*script the model itself")
+@refused("RunError: torch.jit.script of a parallel module: .*script a copy of the model")
 def scripted(model: Any, given: Batch) -> Any:
     torch.jit.script(model)
 
 
-@refused("RunError: 'first.weight_orig' was registered on a parallel module: .*would go on")
+@refused("RunError: weight_orig of 'first' was registered on a parallel module: .*would go on")
 def pruned_afterwards(model: Any, given: Batch) -> Any:
     prune.l1_unstructured(model.first, "weight", 0.3)
 

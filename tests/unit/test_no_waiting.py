@@ -21,7 +21,6 @@ ALLOWED = {
     "runtime/gradients/taking_part.py": {"names"},
     # calls that ranks compare: the first three, then ever fewer
     "runtime/batches/samples.py": {"values"},
-    "runtime/as_module/old_parameters.py": {"_bits"},
     # once, when a module or its groups are made
     "runtime/stages/compiled_order.py": {"__init__"},
     "runtime/ranks/groups.py": {"*"},

@@ -61,7 +61,7 @@ def test_an_interrupted_search_keeps_the_best_so_far(monkeypatch: pytest.MonkeyP
     def candidates(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         if len(looked) == 2:
             raise KeyboardInterrupt
-        looked.append(self.asked.microbatches)
+        looked.append(self.request.microbatches)
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(OneNumber, "candidates", candidates)

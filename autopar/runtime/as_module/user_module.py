@@ -236,6 +236,19 @@ class UserModule:
                 self._free(param)
 
     @contextlib.contextmanager
+    def as_captured(self) -> Iterator[None]:
+        """Show hidden attributes that nobody has set since, for guards that read them."""
+        owners = {each.path: each.module.__dict__ for each in self.modules} if self.hidden else {}
+        shown = [(owners[path], name) for path, name in self.hidden if name not in owners[path]]
+        for (path, name), value in self.hidden.items():
+            owners[path].setdefault(name, value)
+        try:
+            yield
+        finally:
+            for attributes, name in shown:
+                del attributes[name]
+
+    @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:
         """Show hidden attributes as they were."""
         owners = {each.path: each.module.__dict__ for each in self.modules}

@@ -273,8 +273,8 @@ class MeshRun(ParallelRun):
         """Run the program, which takes a call of these shapes."""
         if torch.jit.is_tracing():
             raise RunError(
-                "torch.jit.trace of a parallel module: it computes with this rank's pieces and collectives; trace the "
-                "model itself, on one rank, with the weights that autopar.full_state_dict(pm) gives"
+                "torch.jit.trace of a parallel module: it computes with this rank's shards and collectives; trace a "
+                "copy of the model, on one rank, with the weights that autopar.full_state_dict(pm) gives"
             )
         stage, meeting = self.stage, self.meeting
         self.calls = call

@@ -39,7 +39,7 @@ from autopar.runtime.as_module.module_modes import difference, in_modes
 from autopar.runtime.batches.outputs import CollectiveLog
 from autopar.runtime.ranks.agree import everywhere
 from autopar.runtime.variants.module_calls import Batch, ModuleCall, batch_rows
-from autopar.torch_private import pytree
+from autopar.torch_private import functorch_is_active, pytree
 from autopar.words.autocasting import autocast_now, shown
 
 KEPT = 8
@@ -161,12 +161,14 @@ class Programs:
         self.calls += 1
         if self.meeting is not None:
             self.meeting.broken_off = pm.failures.heard if pm.failures is not None else str
-        same = pm.captured.guards.same()
+        with pm.user.as_captured():
+            same = pm.captured.guards.same()
+            changes = [] if same else pm.captured.guards.changes()
         of_example = self._of_example(pm, call)
         fits = self._fits(pm, call) and of_example is None and not self._is_of_fewer(pm, pm.captured, call)
         in_mode = pm.runs_in(pm.trained)
         if not same and not self.values:
-            raise RunError(refusal(pm.captured.guards.changes()))
+            raise RunError(refusal(changes))
         mode = "in training" if pm.training else "in eval mode"
         mode += "" if torch.is_grad_enabled() else " without gradients"
         rows_differ = (
@@ -186,7 +188,6 @@ class Programs:
                 why = ON_ALL if mode != way_before[0] else OTHER_CALL
                 self.meeting.meet("is at", f"call {self.calls} {mode}{parts}", why)
             return
-        changes = [] if same else pm.captured.guards.changes()
         takes = (i for i, fields in enumerate(self.kept) if self._is_for(pm, fields, call))
         place = next((i for i in takes if not self._is_of_fewer(pm, self.kept[i]["captured"], call)), None)
         place = of_example if of_example is not None else place
@@ -313,6 +314,12 @@ class Programs:
         Args:
             fits: the call is one of the program that runs now, and only values have changed.
         """
+        if functorch_is_active():
+            raise RunError(
+                "a parallel module was called within torch.func (vmap, grad, jvp) in another way than it was captured, "
+                "which cannot be captured there\n  call it on the whole batch, or use torch.func with a copy of the "
+                "model made before parallelize"
+            )
         group = pm.ranks()[0] if dist.is_initialized() else None
         what = self._change(pm, changes, call, fits)
         if self.example is not None and self.example.decisions.listed:
