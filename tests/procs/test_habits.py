@@ -72,7 +72,7 @@ ERRORS: dict[str, tuple[tuple[Any, ...], str]] = {
         ("differing", "wrong type on one"),
         "AutoparError: (on rank 1: )?cuts is 'down'; give",
     ),
-    "an optimizer left behind, cut": (("old_optimizer", False), "RunError: parameter 'up.weight' of before parallelize"),
+    "an optimizer left behind, cut": (("old_optimizer", False), "RunError: parameter 'up.weight' of before"),
     "an optimizer left behind, pipeline": (("old_optimizer", True), "RunError: .*parallelize.model, ..., optimizer="),
 }
 """Cases that are refused, and what is said."""
