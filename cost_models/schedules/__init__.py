@@ -1,7 +1,7 @@
 """Pipeline schedules as data. Numbers only: no torch, no model, no ranks.
 
 ====================== ================================================================================================
-:mod:`.schedule_kinds` every schedule as a record; a new one is added here
+:mod:`.schedule_kinds` every schedule as a record; a new one adds its own
 :mod:`.actions`        actions, rows and the text form; :mod:`.stage_placement`: ranks of stages
 :mod:`.builders`       rows of the textbook schedules; :mod:`.listing`: rows by a policy; :mod:`.asynchronous`:
                        PipeDream

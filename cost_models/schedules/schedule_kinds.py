@@ -13,8 +13,8 @@ through one of them before the next one's turn. The zero-bubble rows have their 
 input-gradient and weight-gradient times and m >= S; a backward that is not split leaves 1/v. All numbers are those of
 the simulator, which tests compare.
 
-A new schedule is a builder in :mod:`.builders` and a record here. The planner, the command line and the tests read
-everything else from the record.
+A new schedule is one file with a builder and a record added to `SCHEDULES`, imported in ``__init__.py``
+(docs/adding.md). The planner, the command line and the tests read everything else from the record.
 """
 
 from __future__ import annotations
