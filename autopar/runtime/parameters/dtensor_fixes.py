@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
 from autopar.runtime.batches.outputs import CollectiveLog
+from autopar.runtime.parameters.functions_of_all_parameters import of_a_stage, watch_norms
 from autopar.runtime.parameters.mixed import mixes_on
-from autopar.runtime.parameters.one_rank_functions import of_a_stage, watch_norms
 from autopar.runtime.parameters.repairs import Repair, Replacement
 from autopar.runtime.parameters.state import placed_as
 from autopar.torch_private import (

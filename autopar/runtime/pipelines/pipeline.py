@@ -33,7 +33,7 @@ from autopar.runtime.batches.totals_ahead import totals_ahead
 from autopar.runtime.checkpoints.full_state_dict import of_all_groups
 from autopar.runtime.gradients.reached import reached_by
 from autopar.runtime.optimizers import grad_scaler
-from autopar.runtime.parameters.one_rank_functions import flat_optimizer_states, scaled, squared_norm
+from autopar.runtime.parameters.functions_of_all_parameters import flat_optimizer_states, scaled, squared_norm
 from autopar.runtime.parameters.registering import Placing
 from autopar.runtime.parameters.state import as_dtensor
 from autopar.runtime.pipelines import pipeline_programs

@@ -17,7 +17,7 @@ from autopar.capture import Captured
 from autopar.errors import PlanError, RunError
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph
-from autopar.runtime.parameters.one_rank_functions import refuse_norms_on
+from autopar.runtime.parameters.functions_of_all_parameters import refuse_norms_on
 from autopar.runtime.parameters.registering import Placing
 from autopar.runtime.pipelines.ties import Tied, tie_wires, tied_parameters
 from autopar.runtime.pipelines.wires import Wire, wires_of

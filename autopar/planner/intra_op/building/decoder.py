@@ -9,7 +9,7 @@ from typing import NamedTuple
 from autopar.planner.intra_op.building.chains import Chain
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.memory.moment_rows import MomentRows
-from autopar.planner.intra_op.memory.recompute_choices import Recomputable
+from autopar.planner.intra_op.memory.recomputable import Recomputable
 from autopar.plans.memory_decisions import REGATHER
 from autopar.plans.plan import ParamChoice, reshard_key
 from autopar.rules.strategy import Strategy

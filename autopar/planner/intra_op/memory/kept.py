@@ -21,7 +21,7 @@ from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import Item, SharedBytes
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import GIVEN, Entry, Keeper, Ledger
-from autopar.planner.intra_op.memory.recompute_choices import Recomputable
+from autopar.planner.intra_op.memory.recomputable import Recomputable
 from autopar.rules.notation import Rule
 from autopar.rules.saved_tensors import saved_of
 from autopar.rules.strategy import Strategy

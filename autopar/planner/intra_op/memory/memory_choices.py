@@ -16,7 +16,7 @@ from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.kept import OUT, share_of
 from autopar.planner.intra_op.memory.ledger import Ledger
-from autopar.planner.intra_op.memory.recompute_choices import Recomputable, recomputable_of
+from autopar.planner.intra_op.memory.recomputable import Recomputable, recomputable_of
 from autopar.plans.memory_decisions import KEEP, about_tensors
 from autopar.plans.regather import can_regather, may_wait
 from autopar.rules.notation import Rule
