@@ -131,9 +131,9 @@ def sides_in_eval_mode(model: torch.nn.Module, captured: Captured) -> dict[str, 
 
 
 def _ways(graph: Graph, eval_graph: Graph) -> list[dict[str, int]]:
-    """Return the answers that branches may have in eval mode; those that are there too stay random.
+    """Return the possible answers of branches that eval mode settles; branches that eval mode keeps stay random.
 
-    With each, what stays in training: the operators that are so in the graph of eval mode.
+    Each includes the operators that remain in training mode there.
     """
     stay = {_place(n): 1 for n in eval_graph.nodes if _in_training(n)}
     lines = dict.fromkeys(n.source for n in graph.nodes if n.target == BRANCH)

@@ -66,8 +66,8 @@ class MemoryDecision:
     def __post_init__(self) -> None:
         if self.of == TENSORS and (self.seconds is None or self.freed is None):
             raise ValueError(
-                f"memory decision '{self.name}': say what a tensor's way out and back takes (seconds=) and how its "
-                "memory is filled (freed=)"
+                f"memory decision '{self.name}': give seconds= (time for a tensor to leave the device and come back) "
+                "and freed= (what frees its memory and refills it)"
             )
 
     def price(self, costs: Costs, device: Device, n_bytes: int) -> float:

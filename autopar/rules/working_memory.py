@@ -38,8 +38,8 @@ class Needs:
     Attributes:
         forward_bytes: the most that its forward makes and has at once.
         backward_bytes: the most that its backward has at once of what it keeps, of gradients, and of what it makes.
-        kept_bytes: of these, what it keeps at first that is neither input nor parameter.
-        out_bytes: of these, the gradients of its outputs.
+        kept_bytes: the part of `backward_bytes` that the forward kept and that is neither input nor parameter.
+        out_bytes: the part of `backward_bytes` that gradients of the outputs take.
         gradients: one for every input; None for one that has none.
         memories: bytes of the gradients' own memory.
     """

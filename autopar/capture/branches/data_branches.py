@@ -188,7 +188,7 @@ pytree.register_pytree_node(Read, lambda read: ([read.tensor], None), lambda lea
 
 
 def can_be_listed(tensor: torch.Tensor) -> bool:
-    """Check that a tensor is integers in a list, as sizes are."""
+    """Check that a tensor has dims and integers, so that it can be read as a list of sizes."""
     return tensor.ndim > 0 and tensor.dtype in (torch.int64, torch.int32)
 
 

@@ -220,7 +220,10 @@ class TurnBody(IsomorphicBodies):
         return super().batched(nodes)
 
     def _of_each(self, nodes: Sequence[Node], taken: TakenRows) -> Node:
-        """Repeat rows that were taken as often as each position has experts; of columns, take that of the expert."""
+        """Repeat each taken row once per expert of its position.
+
+        Where every expert reads a column of its own, take that column.
+        """
         sources = [taken.gathers[x][0] for x in nodes]
         if any(taken.gathers[x][1] != taken.gathers[nodes[0]][1] for x in nodes) or 0 not in taken.gathers[nodes[0]][1]:
             raise NotIsomorphicError

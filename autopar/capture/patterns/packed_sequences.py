@@ -76,7 +76,7 @@ class _Rows:
 
 
 class _All(int):
-    """The number of steps of a padded batch, where nobody asked for another."""
+    """The padded batch's own number of steps; tells `_pad` that the model passed no `total_length`."""
 
 
 class PackedAsPadded:

@@ -91,11 +91,11 @@ class Traced:
     verified: bool = False
 
     def asks(self) -> list[tuple[str, bool]]:
-        """Return place and answer of each branch on random numbers in such a call of the block."""
+        """Return the place and the answer of each branch on random numbers in this traced call."""
         return [(op.args[1], op.args[2]) for op in self.ops if str(op.target) == ASK]
 
     def taken(self) -> list[tuple[str, bool]]:
-        """Return place and answer of each branch on data."""
+        """Return the place and the answer of each branch on data in this traced call."""
         return [(op.args[1], op.args[2]) for op in self.ops if str(op.target) == TAKEN]
 
     def same(self, other: Traced) -> bool:

@@ -79,7 +79,7 @@ def in_a_fork(fn: Callable[[], Result]) -> Result:
         NotTried: the process died, took too long or raised, or there are no forks on this system.
     """
     if not hasattr(os, "fork") or sys.platform == "darwin":
-        raise NotTried("is not tried: that needs a forked process, which this system has none of")
+        raise NotTried("is not tried: trials run in a forked process, and this system cannot fork")
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()

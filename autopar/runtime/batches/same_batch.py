@@ -109,11 +109,9 @@ def _tell_of_equal_pieces(everyone: Sequence[Sequence[Sample]]) -> None:
         return
     shown, name, shape, *_ = in_shards[0][0]
     warnings.warn(
-        f"input {shown} of shape {shape} has the same values on all {len(everyone)} ranks, and is taken for a piece "
-        f"that each rank has of its own, because placements= places '{name}' and pieces have this shape. If it is a "
-        "whole batch, shorter than the captured one, parallelize without placements= of it (batches of other sizes "
-        "are then followed), or "
-        "with an example of this size",
+        f"input {shown} of shape {shape} has the same values on all {len(everyone)} ranks. It is taken for each rank's "
+        f"own shard, because placements= shards '{name}' and a shard has this shape. If it is a whole (shorter) batch, "
+        f"call parallelize without placements= for '{name}', or with an example of this size.",
         stacklevel=8,
     )
 

@@ -95,7 +95,7 @@ def without_torchs_sums() -> contextlib.AbstractContextManager[Any]:
 
 
 class _SummedFiles(FileSystem):
-    """New files are summed up."""
+    """A file system that computes a checksum of every file it writes."""
 
     def __init__(self, sums: dict[str, Sum]) -> None:
         self.sums = sums

@@ -29,12 +29,12 @@ class Took:
 
     @property
     def conditional(self) -> frozenset[str]:
-        """The parameters that may not take part in a call."""
+        """The parameters that some calls do not use."""
         return frozenset(self._parts.elements)
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The parameters that took part, of those that may not."""
+        """Of the parameters that some calls do not use, those that this call used."""
         if self._arrived is not None:
             self._arrived.synchronize()  # the forward is over by the time its backward hands gradients over
         up = self._flags.tolist()  # on the host
@@ -42,7 +42,7 @@ class Took:
 
 
 class TakingPart:
-    """The parameters of a program that may not take part in a call.
+    """The parameters of a program that some calls do not use.
 
     Attributes:
         elements: for each of them the flags, in the row of all buffers, one of which is up where it does.

@@ -41,10 +41,10 @@ class StepPart:
     """Microbatches of a step that have one shape.
 
     Attributes:
-        call: for whose shapes there is to be a program.
-        share: of the rows of the batch.
-        calls: of the microbatches; None where they are cut from ``call``.
-        places: of the rows of each in the batch, where ranks have rows of their own.
+        call: the call for whose shapes there is to be a program.
+        share: the fraction of the batch's rows.
+        calls: one for each microbatch; None if they are cut from ``call``.
+        places: for each microbatch, where its rows are in the batch; only if ranks have rows of their own.
     """
 
     call: ModuleCall
@@ -113,7 +113,7 @@ def _of_local_batch(pm: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 
 
 def _rows_between(batch: Call, rows: int, begin: int, length: int, without: Collection[str]) -> Call:
-    """Return some of the rows of a batch; what does not have its rows stays as it is."""
+    """Return `length` rows of a batch from `begin` on; inputs without batch rows are unchanged."""
     if length == rows:
         return batch
 
@@ -233,7 +233,7 @@ def _calls_of(pm: Any, part: StepPart, of_several: bool) -> Sequence[Call]:
 
 @contextlib.contextmanager
 def _gradients_stay_where_it_breaks(pm: Any) -> Iterator[None]:
-    """Return a step of several parts that breaks in a later one leaves the gradients as they were."""
+    """Restore the gradients from before a step of several parts if a later part fails."""
     params = list(pm.parameters())
     before = [None if param.grad is None else param.grad.detach().clone() for param in params]
     try:

@@ -85,7 +85,7 @@ class BlockPlans:
 
     Attributes:
         every: the plans of a block from the fastest to the smallest, by kind, mesh and devices.
-        fastest: the fastest alone, by kind and mesh: of a mesh that was too slow to plan more.
+        fastest: the single fastest plan by kind and mesh, where the mesh was too slow to be planned further.
     """
 
     every: dict[tuple[object, ...], SizedPlans] = field(default_factory=dict)

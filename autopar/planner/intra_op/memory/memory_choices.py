@@ -83,9 +83,9 @@ class MemoryOffers:
                 chain.recomputed.append(frozenset(chain.nodes[k] for k in usable))
 
     def give_up(self, chain: Chain, counts: Mapping[int, int]) -> None:
-        """Add rows in which results of a chain, from one on, are given up by decisions about tensors.
+        """Add choices in which a chain's results, from some operator on, are given up by a decision about tensors.
 
-        No more than what comes back for one operator is there at once, which is counted moment by moment.
+        At most one operator's results are back at once; moments count them.
         """
         graph, pricer = self.graph, self.pricer
         plain = [r for r in range(len(chain.rows)) if not (chain.recomputed and chain.recomputed[r])]
