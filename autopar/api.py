@@ -335,9 +335,9 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             and without. On one mesh and without microbatches all buckets are planned together
             (:mod:`autopar.parallelizing.bucket_plans`), for steps in the order of this list: name one as often as it
             comes.
-        gradient_dtype: in which gradients are added up over ranks, such as ``torch.float32`` for a model in bfloat16;
-            by default the parameters' own. What they get is of their own again. The plan is made, and priced, for it;
-            a ``plan`` that is given keeps its price.
+        gradient_dtype: the dtype in which gradients are added up over ranks, such as ``torch.float32`` for a model in
+            bfloat16; by default the parameters' own. What they get is of their own again. The plan is made, and priced,
+            for it; a ``plan`` that is given keeps its price.
         batch: ``"global"``: every rank is called with the whole batch, and takes its slice; ``"local"``: with its own
             rows, as with DistributedDataParallel and DistributedSampler, also in ``example_inputs``; what a call gives
             is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.batches.local_batch`). In a

@@ -127,11 +127,11 @@ class CollectiveCurve:
     Of links between machines, over which the library has several algorithms:
 
     Attributes:
-        inside_step_seconds: of each of a ring's hops inside machines, where the ring leaves them: it then moves its
-            chunks by another protocol than inside one machine; 0: such a hop takes that of the link inside.
-        ring_step_seconds: of an all_reduce in a ring, for each of its 2 (nodes - 1) hops between machines;
+        inside_step_seconds: seconds of each of a ring's hops inside machines, if the ring leaves them: it then moves
+            its chunks by another protocol than inside one machine; 0: such a hop takes that of the link inside.
+        ring_step_seconds: seconds of an all_reduce in a ring, for each of its 2 (nodes - 1) hops between machines;
             ``step_seconds`` is then that of a level of a tree. 0: there are trees alone.
-        tree_fraction: of the rate that rings reach, what trees do.
+        tree_fraction: the share of the rings' rate that trees reach.
     """
 
     base_seconds: float

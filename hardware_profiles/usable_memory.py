@@ -29,7 +29,7 @@ class Budget(NamedTuple):
 
     Attributes:
         usable_bytes: what the driver reports; of an unknown device the data sheet's number.
-        reserved_bytes: of the process's context and libraries, and the software's communication buffers.
+        reserved_bytes: bytes of the process's context and libraries, and the software's communication buffers.
         margin: the larger of the allocator's fragmentation and the count's own error, as a share of the counted bytes.
             They do not add up: an allocator that runs out of memory releases its unused blocks before it fails.
         limit_bytes: upper limit of the counted peak of a step.

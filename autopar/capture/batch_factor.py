@@ -76,8 +76,8 @@ class Flow:
         kind: one of FIXED, PER_ROW, SUM and MEAN.
         rows_from: the inputs from which it has its rows, as bits by node number.
         inputs: all inputs that it depends on, in the same way.
-        power: of what is FIXED or PER_ROW: with which power of the number of microbatches its values in the batch are
-            those in a microbatch. A number of rows has 1, what is divided by it -1.
+        power: for FIXED and PER_ROW, with which power of the number of microbatches its values in the batch are those
+            in a microbatch. A number of rows has 1, what is divided by it -1.
     """
 
     kind: str
@@ -121,7 +121,7 @@ class FollowedRows:
 
     Attributes:
         rows: the inputs with rows, by node number.
-        flows: of every tensor.
+        flows: the flows of every tensor.
         troubles: on the way to the loss.
         totals: sums over rows that the inputs decide, and whether each is a mean over rows instead.
         ratios: losses that are divided by how many labels count in them, by node number.
@@ -152,7 +152,7 @@ def followed(
     """Follow the rows of these inputs through a graph.
 
     Args:
-        graph: of one batch.
+        graph: the graph of one batch.
         rows: inputs with rows, by node number.
         scaling: how the numbers of nodes follow from how many rows there are; None where that is not known.
         numbers: tensors with one element that the model's code makes, by the names of their buffers.

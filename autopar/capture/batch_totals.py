@@ -27,7 +27,7 @@ class Ahead:
     """An input that is computed ahead of a step.
 
     Attributes:
-        name: of the input.
+        name: the name of the input.
         how: ``sum`` or ``mean`` over the microbatches of a tensor that each has; ``scale``: one over the number of
             labels that count in the batch, or over their weights, and over a microbatch's part of the rows; ``parts``:
             one over that part alone.

@@ -38,7 +38,7 @@ class InParts:
     Attributes:
         whole: inputs without rows, by the names that :func:`~autopar.capture.microbatches.leaves_of_call` gives them,
             and by those of the arguments.
-        operators: of the graph that was followed, and their names.
+        operators: the operators of the graph that was followed, and their names.
         found: what was found there.
         of_several: whether it is one of several microbatches, which reads totals of its batch.
         draws: where the rows are in what random operators draw, in a graph of several rows; that of one row (a last,

@@ -40,8 +40,8 @@ class Pass:
     """One rewrite.
 
     Attributes:
-        apply: of :data:`PROGRAM`, rewrites a :class:`~autopar.capture.graph.drafts.TracedProgram` in place; of the
-            other phases, returns a new draft or graph, or the given one where nothing changes.
+        apply: in the phase :data:`PROGRAM`, rewrites a :class:`~autopar.capture.graph.drafts.TracedProgram` in place;
+            of the other phases, returns a new draft or graph, or the given one where nothing changes.
         reason: why it is there, in one sentence.
         needs: names of passes whose results it takes; they run before it.
         required: why it cannot be skipped; empty where it can.

@@ -57,7 +57,7 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
     then as long as autograd keeps them. The gradients of both live to the end of the backward.
 
     Args:
-        plan: of the graph.
+        plan: the plan of the graph.
         graph: the stage.
         given: values of buffers and inputs, in shards of the first rank; without them all tensors are fake.
 
@@ -150,9 +150,9 @@ def over_limit(peak: Peak, plan: StagePlan, cluster: Cluster, asked: int | None,
     """Return a message where a step has more at once than the limit of its plan; None where it has not.
 
     Args:
-        peak: of the step.
-        plan: of a stage on the device.
-        cluster: of the plan.
+        peak: the peak of the step.
+        plan: the plan of a stage on the device.
+        cluster: the cluster of the plan.
         asked: the requested memory limit in bytes; None for what the devices have.
         said_bytes: the plan's prediction.
     """

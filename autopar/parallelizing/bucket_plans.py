@@ -49,12 +49,12 @@ class BucketPlans:
     Attributes:
         plans: by rows and length.
         layouts: the number of each bucket's layout; equal numbers are the same layout.
-        seconds: of the steps of the trace and of the changes of layout between them.
-        switching_seconds: of these, for changes of layout.
+        seconds: seconds of the steps of the trace and of the changes of layout between them.
+        switching_seconds: the part of `seconds` for changes of layout.
         switches: changes of layout in the trace.
-        single_seconds: of the trace under the best single plan: one cut of every operator for all buckets.
+        single_seconds: seconds of the trace under the best single plan: one cut of every operator for all buckets.
         single: the bucket whose plan that is; where none fits for all, the seconds are infinite.
-        fixed_seconds: of the trace with the best single layout, under which each bucket has a plan of its own.
+        fixed_seconds: seconds of the trace with the best single layout, under which each bucket has a plan of its own.
     """
 
     plans: Mapping[Size, StagePlan]
@@ -73,7 +73,7 @@ def plan_buckets(
     """Return the plans of all buckets under which a trace of steps takes least.
 
     Args:
-        graphs: of a step of each bucket, of one model.
+        graphs: the graph of a step of each bucket, of one model.
         trace: the buckets in the order of their steps.
         options: wishes that hold for all.
 
@@ -191,7 +191,7 @@ def find(
     """Return the plans of the buckets of a model that is called with one of them first.
 
     Args:
-        captured: of that one.
+        captured: the capture of the bucket that comes first.
         trace: the buckets in the order in which they come.
         capture_of: captures a call of a bucket.
         cluster, n, asked, name: as for :func:`autopar.planner.planning.find`.

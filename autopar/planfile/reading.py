@@ -51,8 +51,8 @@ def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str
     the pins were edited; then the step is simulated anew.
 
     Args:
-        text: of the plan file.
-        graph: of the whole model, at the size of a microbatch.
+        text: the text of the plan file.
+        graph: the graph of the whole model, at the size of a microbatch.
         where: name of the file, for messages.
         cluster: prices what has to be priced anew; by default the cluster that the file names, and only when needed.
 

@@ -37,7 +37,7 @@ def dumps(plan: Plan, graph: Graph, model: Section | None = None) -> str:
 
     Args:
         plan: the plan.
-        graph: of the whole model, at the size of a microbatch.
+        graph: the graph of the whole model, at the size of a microbatch.
         model: how the command line finds the model again: ``{"spec": "gpt.py:make", "batch": 8, "seq": 128}``.
     """
     whole = plan.schedule.text().splitlines()

@@ -44,11 +44,11 @@ class Outcome:
     """A plan, and how it was found.
 
     Attributes:
-        captured: of one microbatch, for which the plan is.
-        timeline: of a step, where stages were searched for.
+        captured: the capture of one microbatch, for which the plan is.
+        timeline: the timeline of a step if stages were searched for.
         tried: the best layouts that were planned, ``(layout, seconds of a step)``, best first.
         others: all plans in stages that were made exactly, this one first.
-        cluster: for which they are: that of the devices that work, where the plan leaves some idle.
+        cluster: the cluster for which they are: that of the devices that work, where the plan leaves some idle.
     """
 
     plan: Plan

@@ -52,7 +52,7 @@ class MemoryDecision:
         seconds: what a microbatch waits for a tensor of so many bytes on one rank to leave and to come back, forward
             and backward together; what runs beside compute is not waited for. Of :data:`TENSORS` only, as what follows.
         freed: makes of a tensor what gives it up and fills it: an :class:`autopar.lower.freed_tensors.Freed`.
-        may: for which tensors of a graph it may be made, of those that may be given up at all
+        may: says for which tensors of a graph it may be made, of those that may be given up at all
             (:func:`autopar.plans.regather.may_wait`).
     """
 

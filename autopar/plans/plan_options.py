@@ -74,7 +74,7 @@ class PlanOption:
     """One option of a plan.
 
     Attributes:
-        name: of the argument of ``plan`` and ``parallelize``.
+        name: the name of the argument of ``plan`` and ``parallelize``.
         default: its value when not given.
         right, wanted: whether a value has the right type, and what one is, for messages.
         told: its text in docstrings.

@@ -24,7 +24,7 @@ class LayoutRow:
 
     Attributes:
         bubble: idle share of all groups of devices.
-        memory_bytes: of the fullest device.
+        memory_bytes: bytes of the fullest device.
         tokens_per_second: elements of the largest integer input of a step; rows of the batch where there is none.
         utilisation: share of the devices' peak used by the model's own contractions, without recomputation.
         on_front: no other row is faster with as little memory.

@@ -27,8 +27,8 @@ class Alternative:
 
     Attributes:
         cuts: axis -> factor; ``replicate`` where none is sharded.
-        compute_seconds: of the op, collectives inside it included.
-        reshard_seconds: of resharding its inputs and outputs from and to its neighbours' placements.
+        compute_seconds: seconds of the op, collectives inside it included.
+        reshard_seconds: seconds of resharding its inputs and outputs from and to its neighbours' placements.
         parameter_seconds: gradient reductions and gathers of its parameters.
         stored_bytes: parameters, gradients and optimizer state of its parameters on one rank.
     """

@@ -23,7 +23,7 @@ def with_units(graph: Graph, rules: Sequence[Rule | None]) -> list[Rule | None]:
     """Return the rules with the blocks into which their factors may be cut (``Rule.units``).
 
     Args:
-        rules: of every node; equal calls share one object, and so they do in the result.
+        rules: the rules of every node; equal calls share one object, and so they do in the result.
     """
     units: dict[tuple[int, str], set[int]] = {}
     links = _links(graph, rules)

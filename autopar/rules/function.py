@@ -55,7 +55,7 @@ class Callee:
         reads: parameters and buffers that follow the leaves, and that the modules have while the code runs.
         random: the code draws numbers: it does so alike on all ranks, and again when it runs again.
         opaque: the code cannot run on tensors without values (it leaves torch).
-        autocast: that is on where the code is called.
+        autocast: the autocast that is on where the code is called.
         shared: arguments that are also read, by position, with the place in ``reads``: the code has them as one tensor.
         double: results are cast to float64, for a comparison in double precision.
     """

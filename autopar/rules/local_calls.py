@@ -102,7 +102,7 @@ def collectives_inside(
     Args:
         pieces, axes: number of pieces and cutting axes of every cut factor, as :func:`cuts_of` gives them.
         differentiable: whether there is a backward.
-        sizes: of the axes.
+        sizes: the sizes of the axes.
     """
     lowering = rule.lowering(axes)
     for comm in () if lowering is None else lowering.comm:

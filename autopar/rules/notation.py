@@ -126,7 +126,7 @@ class Lowering:
         comm: the collectives that it makes.
         uneven: pieces need not be equal; where they are not, ``function`` also gets ``sizes={factor: global size}`` of
             all factors that are cut (a random operator's has ``shape``).
-        on_one_axis: of its factors those that not several axes may cut.
+        on_one_axis: those of its factors that at most one axis may cut.
         most_work: by the number of pieces of each factor that is cut, what the rank that computes most does, as a
             multiple of an equal share; None where all have the same.
         in_parts: the same in three calls, of the arguments of ``function``: one that begins the first collectives, one
@@ -167,7 +167,7 @@ class Rule:
         saves: inputs that autograd keeps for the backward; ``saves_out``: outputs that it keeps.
         random: draws random numbers: a lowering replaces the operator always, on every mesh.
         even: factors whose pieces must be equal: an argument is divided by their number.
-        units: of how many elements the blocks are into which a factor may be cut, beside single elements.
+        units: numbers of elements of the blocks into which a factor may be cut, beside single elements.
         together: names of options that cut several factors at once on one axis, with these factors. Such a name is a
             factor too, of a size in ``sizes`` that its pieces divide, and stands in no term; a lowering cuts it. With
             no factors, or such that stand in no term either, it cuts what none of the rule stands for, and ``in_as``

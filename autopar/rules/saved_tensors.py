@@ -75,7 +75,7 @@ class Saved:
         ins: positions of the inputs whose memory autograd keeps.
         results: one for every output that is a tensor.
         memories: ``(bytes, whether autograd keeps it)`` of the memory that outputs lie in, but for that of inputs.
-        inside_bytes: of memory that no output lies in and autograd keeps.
+        inside_bytes: bytes of memory that no output lies in and autograd keeps.
     """
 
     ins: tuple[int, ...]

@@ -133,11 +133,11 @@ class Node:
         hot: the value depends on a parameter, or on an input that wants a gradient. Only hot nodes are planned by the
             ILP; the others follow demand.
         site: number of the node in the model's graph, where this one is part of a stage: random ops draw by it.
-        rows: of a random operator, where the rows of the batch are in what it draws; none where it draws once for all
+        rows: for a random operator, where the rows of the batch are in what it draws; none where it draws once for all
             of them, None where that is not known.
-        strides: of a random operator, those of the tensor that it draws in eager mode; none of a contiguous one.
+        strides: for a random operator, the strides of the tensor that it draws in eager mode; none of a contiguous one.
         again: number of the region under activation checkpointing whose code made it; -1 for none.
-        load: of routed experts, the share of rows that each has; empty where all have the same. For prices alone: a
+        load: for routed experts, the share of rows that each has; empty where all have the same. For prices alone: a
             plan is for any load.
         narrow: how a product, or a parameter that is a weight of one, takes part in a policy's narrow products; None
             for all else. For prices and bytes alone.
@@ -203,7 +203,7 @@ class Graph:
         tied: other qualified names of a parameter, ``{alias: name in the graph}``.
         updates: buffers that the forward changes, ``{buffer name: new value}``.
         sends: how many of the first outputs are tensors for later pipeline stages.
-        targets: of each of these, the stages that read it.
+        targets: for each of `sends`, the stages that read it.
         arriving: inputs that are tensors of earlier pipeline stages, by name, and the stage that each comes from.
         precision: the policy for which it was captured: its parameters are stored in another format than it reads.
         expert_load: what its nodes have their loads from, by patterns of modules.

@@ -46,8 +46,9 @@ class ScheduleKind:
     Attributes:
         build, check, placement, in_flight: see the types above. `in_flight` is never less for a smaller i, nor for a
             larger S with the same i.
-        bubble: of a degree: the share of the other groups' times that a step waits for, all of it in 1F1B.
-        drain: of a degree: the share of earlier groups' last backwards behind which a group's once-a-step work hides.
+        bubble: gives for a degree the share of the other groups' times that a step waits for, all of it in 1F1B.
+        drain: gives for a degree the share of earlier groups' last backwards behind which a group's once-a-step work
+            hides.
         fewest, most: stages that a group may hold; most is None where any number may be.
         splits: the backward is computed in halves, so where it cannot be split the bubble is larger.
         by_distance: `in_flight` depends on S - i and m only, so one search finds all numbers of groups.

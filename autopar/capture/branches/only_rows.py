@@ -77,7 +77,7 @@ class _Question(NamedTuple):
     """One question of a branch.
 
     Attributes:
-        function: in which it stands.
+        function: the function in which it stands.
         test: what is asked, with the numbers that are named written out: ``rows.numel() == 0`` of ``n == 0``.
         asked: names in it.
         work: what runs where there are rows, the other side of the branch being empty.
@@ -300,7 +300,7 @@ class _Branch:
     """Statements that run where there are rows.
 
     Args:
-        function: that they stand in.
+        function: the function that they stand in.
         asked: names of the mask, or of the rows, in the question.
         turn: the name of what a loop runs through, if its turns are asked about: a mask compares something with it.
     """

@@ -94,10 +94,10 @@ class Explorer:
     """Traces a model with other answers.
 
     Args:
-        builder: of the first trace, which goes into the graph.
+        builder: the builder of the first trace, which goes into the graph.
         first: what it gave, where every answer was False.
         again: makes a trace with some answers: a builder and the exported program.
-        prefix: of module paths that users do not see.
+        prefix: the prefix of module paths that users do not see.
     """
 
     def __init__(

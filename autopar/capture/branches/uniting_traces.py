@@ -22,7 +22,7 @@ class United:
     Attributes:
         questions: what decides, by the number of the node of its condition.
         statistics: buffers of batch norms whose new values the draft computes itself.
-        constants: that come from other traces than the base, by name.
+        constants: the constants that come from other traces than the base, by name.
     """
 
     draft: Draft

@@ -26,7 +26,7 @@ def write_where_there_are_rows(
 
     Args:
         graph: the program.
-        masks: of every node that works on selected rows, or finds them, the mask.
+        masks: the mask of every node that works on selected rows or finds them.
         questions: the masks for which the code asks whether they select any rows, and the node of the question, or the
             last one that was made before it.
         leaving: nodes at which selected rows become part of a tensor of all rows, and the mask that selects them.

@@ -112,7 +112,7 @@ class SelectedRows:
         asked: nodes that select rows for which the model's code asks, by their number, whether there are any, and the
             last node that was made before it asked.
         finders: nodes that find rows by a mask.
-        masks: of numbers that select where they are not 0, the mask.
+        masks: the masks of numbers that select where they are not 0.
     """
 
     def __init__(self, state: RowsOfGraph, asked: Mapping[Node, Node]) -> None:

@@ -67,10 +67,10 @@ class _Seen:
     """The observations of a trial.
 
     Attributes:
-        calls: of the function, the forward's first.
+        calls: the calls of the function, the forward's first.
         asked: for gradients.
         given, returned: what the backward got and gave.
-        depth: of calls that may run operators; there are none outside.
+        depth: the number of open calls that may run operators; there are none outside.
         more: there were.
     """
 

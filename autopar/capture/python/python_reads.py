@@ -75,8 +75,8 @@ class Recorder:
 
     Args:
         root: what is traced.
-        prefix: of module paths that users do not see.
-        functions: that are called beside modules, such as a loss function.
+        prefix: the prefix of module paths that users do not see.
+        functions: the functions that are called beside modules, such as a loss function.
     """
 
     def __init__(self, root: torch.nn.Module, prefix: str = "", functions: tuple[Any, ...] = ()) -> None:

@@ -68,8 +68,8 @@ class Traced:
         metas: their metadata.
         names: names that were requested meanwhile, and in ``named`` for every operator the position of its own.
         external: tensors that it did not make: numbers of the call's tensors, or nodes that every call reads.
-        outputs: of the flat result, ``("tensor", number)`` of a call's tensor, ``("made", number of an operator)`` or
-            ``("value", plain)``.
+        outputs: the parts of the flat result, ``("tensor", number)`` of a call's tensor, ``("made", number of an
+            operator)`` or ``("value", plain)``.
         made: for every operator in ``outputs`` the shape of its tensor.
         memory: the external tensors.
     """

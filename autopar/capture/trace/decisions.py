@@ -90,7 +90,7 @@ class Attempt:
     """The traces that are made under the same decisions, and what they were missing.
 
     Attributes:
-        decisions: of these traces.
+        decisions: the decisions under which the traces are made.
         guesses, with_rows: those of the decisions, and what these traces had to add.
         open_lists: sites of lists, integers and masks that sizes may follow from and that were not fixed.
     """

@@ -50,7 +50,7 @@ class Patch:
         reason: why it is needed, in one sentence.
         enter: makes the context manager; it is given the recording of a trace, and the traced module or None where a
             model only runs.
-        phases: in which it is entered.
+        phases: the phases in which it is entered.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Handler:
         name: unique among the handlers.
         reason: why it is needed, in one sentence.
         make: makes the function that handles calls in one trace; None where this trace needs none.
-        functions: that it handles; None for all, which costs time in every call.
+        functions: the functions that it handles; None for all, which costs time in every call.
         before: names of handlers that are asked only after this one.
         nested: the functions that it calls come to itself, too.
     """

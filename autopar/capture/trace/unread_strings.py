@@ -31,7 +31,7 @@ class Trial:
     """One trace with hidden strings.
 
     Attributes:
-        places: of the leaves that are hidden, among those of ``(args, kwargs)``.
+        places: the places of the leaves that are hidden, among those of ``(args, kwargs)``.
         read: somebody asked one of them for something.
         over: nothing is traced any more; whoever has kept one of them has a string.
     """

@@ -22,7 +22,7 @@ class Incumbents:
     """Exact plans, and the seconds that the next must beat.
 
     Attributes:
-        n_devices: of all groups.
+        n_devices: the number of devices of all groups.
         beaten: seconds of a step that is known from elsewhere.
         top: so many different layouts are of interest; the best one, while it is looked for.
         plans: in the order in which they were made.

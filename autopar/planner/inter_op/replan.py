@@ -49,7 +49,7 @@ class Replanner:
     """A pipelined plan with its model and its cluster, to answer what changes would do.
 
     Args:
-        options: of the whole model, under which stages are solved again.
+        options: the options of the whole model, under which stages are solved again.
     """
 
     def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, options: Options) -> None:

@@ -41,7 +41,7 @@ class WithinMemory:
     with a lower limit. The gap reported is to the bound at the full limit, as the solver counts bytes.
 
     Attributes:
-        known_seconds: of a plan that there is already: one that is slower is not worth the search.
+        known_seconds: seconds of a plan that is known already: one that is slower is not worth the search.
         moments: those that are rows of the program, by number.
         bound: seconds that no choice within the limit beats, as far as the relaxation says; infinite if nothing fits.
         fewest: bytes that the relaxation has at least, and the choice nearest to that, where state leaves little room.

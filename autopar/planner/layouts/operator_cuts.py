@@ -46,10 +46,10 @@ class OperatorCuts:
     """Options of all operators of a microbatch's graph.
 
     Attributes:
-        classes: of its dims.
+        classes: the classes of its dims.
         text: the layout, for messages.
         sequence_parallel: norms and the residual are cut by sequence on the axis ``tensor``.
-        way: of attention on the axis ``context``.
+        way: the way to cut attention on the axis ``context``.
         experts_travel: rows travel to routed experts over ``tensor``, too, where else every rank has a piece of the
             features of each.
     """

@@ -97,7 +97,7 @@ class PricedLayouts:
     """Layouts of one model and one batch.
 
     Attributes:
-        captured: of the whole batch of a step.
+        captured: the capture of the whole batch of a step.
         example: the whole batch, as ``(args, kwargs)`` or ``(args, kwargs, targets)``.
         options: the memory limit and the optimizer, where a layout does not say another one.
         input_rows: the inputs that have the rows of the batch; None to find them.

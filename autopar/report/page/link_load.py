@@ -28,7 +28,7 @@ class LinkKind:
     """Links of one name and bandwidth.
 
     Attributes:
-        n_links: of them in the cluster, each direction counted.
+        n_links: the number of them in the cluster, each direction counted.
         used: how many of the followed ones carry anything.
         most_bytes, mean_bytes: per step, of the fullest link and of those that carry anything.
         by: ``{what: bytes}`` of the fullest: mesh axes, and ``between stages``.

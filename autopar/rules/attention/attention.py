@@ -171,7 +171,7 @@ def _travels(whole: Rule, call: Call, unit: int) -> tuple[tuple[Comm, ...], Comm
     half of each stays.
 
     Args:
-        unit: of how many places an element of the ring's factor is.
+        unit: the number of places in an element of the ring's factor.
     """
 
     def factors(term: Any) -> tuple[str, ...]:

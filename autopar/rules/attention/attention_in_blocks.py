@@ -298,7 +298,7 @@ def in_blocks(
 
     Args:
         q, k, v: [.. h q d], [.. g k d] and [.. g k e]; h is a multiple of g.
-        mask: of booleans, or added to the scores; or None.
+        mask: the mask of booleans, or added to the scores; or None.
         row, column: hashes of the queries [.. h q] and keys [k] of which bits are drawn (:mod:`.sharded_random`).
 
     Returns:

@@ -35,11 +35,11 @@ class PartOfAttention:
     """The attention of some queries to some keys.
 
     Args:
-        scale: of the scores; None for ``1 / sqrt(d)``.
+        scale: the scale of the scores; None for ``1 / sqrt(d)``.
         diagonal: query i sees key j where j <= i; there are as many keys as queries.
         mask: bool (True: sees) or added to the scores, broadcast to ``[.. h q k]``; not with ``diagonal``.
         mask_learns: whether a gradient of the mask is asked for.
-        dropping: of the probabilities ``[.. h q k]``. It is not counted in the log-sum-exp.
+        dropping: the dropout of the probabilities ``[.. h q k]``. It is not counted in the log-sum-exp.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class PartOfAttention:
         """Return this part's contribution to the gradients of queries, keys, values and, if it is learned, the mask.
 
         Args:
-            grad: of the result over all keys.
-            out, log_sum: that result and its log-sum-exp.
+            grad: the gradient of the result over all keys.
+            out, log_sum: the result and its log-sum-exp.
         """
         log_sum = log_sum.masked_fill(log_sum == -math.inf, 0.0)  # exp(-inf - 0) of who sees nothing is 0
         if self._flash_on_cuda():

@@ -30,7 +30,7 @@ class SumOfParts:
     """The gradient of ``like`` [.. s d], in the precision of sums.
 
     Args:
-        so_far: of earlier parts, which is added to.
+        so_far: the sum of earlier parts, which is added to.
     """
 
     def __init__(self, like: torch.Tensor, so_far: torch.Tensor | None = None) -> None:

@@ -29,7 +29,7 @@ class Trip:
             are, and what comes back for them is zero.
         n_experts: how many experts the ranks of the axis have together: each has as many, in order, but for the last
             ones, which have fewer or none where the ranks do not divide them.
-        axis: of the ambient mesh.
+        axis: the axis of the ambient mesh.
         busiest: for tensors without values: the number on the axis of the rank that gets most rows, and the share of
             rows that each gets; None where all get as many.
     """

@@ -98,7 +98,7 @@ def travelling_block(
     """Compute the block with rows and experts cut by the same axes: rows travel to their expert and back, axis by axis.
 
     Args:
-        load: of the experts, for runs on tensors without values, which are of the rank that gets most rows.
+        load: the load of the experts; a run on tensors without values is that of the rank that gets most rows.
     """
     of_experts = tensors[body_of(body).roles.index(EXPERT)]
     n_experts = sizes[TRAVEL] if sizes else of_experts.shape[0] * n_shards(axes_of(cut, TRAVEL))
@@ -116,8 +116,8 @@ class Travelling:
         expert: int [received rows], of this rank's experts, behind the last trip.
         multiplied: for the type checker, tensors of which the result is a product (:func:`_multiplied`).
         trips: one for each axis, in order.
-        under_way: of the last axis, tensors of rows by their number among those of the block, and in the end the
-            result on the first axis.
+        under_way: on the last axis, tensors of rows by their number among those of the block, and in the end the result
+            on the first axis.
     """
 
     expert: torch.Tensor
@@ -132,8 +132,8 @@ def travelling_in_parts(n_experts: int, args: tuple[PyTree, ...], kwargs: Mappin
     Only the second reads the experts' matrices: where these are gathered for their use, it waits for them.
 
     Args:
-        n_experts: of all ranks.
-        args, kwargs: of the block on one rank, whatever stands there for tensors.
+        n_experts: the number of experts of all ranks.
+        args, kwargs: the arguments of the block on one rank, whatever stands there for tensors.
     """
     (*given, expert), body = args
     roles = body_of(body).roles
@@ -153,7 +153,7 @@ def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut
 
     Args:
         rows: the block's tensors that are rows, None in the places of the others.
-        n_experts: of all ranks.
+        n_experts: the number of experts of all ranks.
     """
     tensors = {k: x for k, x in enumerate(rows) if x is not None}
     travelling = Travelling(expert, _multiplied(tensors.values()), [], {})

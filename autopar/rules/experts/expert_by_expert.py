@@ -27,7 +27,7 @@ def in_turn(tensors: Sequence[torch.Tensor], n_rows: Any, n_experts: int) -> boo
 
     Args:
         tensors: rows, and what experts have.
-        n_rows: of all experts.
+        n_rows: the number of rows of all experts.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not isinstance(n_rows, int):
         return False

@@ -233,7 +233,7 @@ def most_rows(call: Call, name: str, n_experts: int) -> Callable[[Mapping[str, i
     None where the load is unknown or equal.
 
     Args:
-        name: of the option that cuts experts.
+        name: the name of the option that cuts experts.
     """
     if not call.load:
         return None

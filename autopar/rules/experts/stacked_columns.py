@@ -24,7 +24,7 @@ class _Route:
 
     Args:
         parts: p.
-        device: of the tensors.
+        device: the device of the tensors.
     """
 
     def __init__(self, parts: int, axis: str, device: torch.device) -> None:

@@ -67,8 +67,8 @@ def hashes(
     """Return the hashes of rows, int32 [n_rows], and of columns, int32 [n_columns].
 
     Args:
-        seed: of the step, an int64 scalar on the device.
-        numbers, places: of which rows and columns of the whole tensor, int64; None for all of them in order.
+        seed: the seed of the step, an int64 scalar on the device.
+        numbers, places: the numbers of the rows and columns of the whole tensor, int64; None for all of them in order.
     """
     row, column = (torch.empty(n, dtype=torch.int32, device=seed.device) for n in (n_rows, n_columns))
     is_cut = numbers is not None

@@ -61,7 +61,7 @@ def seed_at(seed: torch.Tensor, first: int, block: int, stride: int) -> torch.Te
     """Return the seed of a microbatch, int64 [4].
 
     Args:
-        seed: of the step, int64 [].
+        seed: the seed of the step, int64 [].
         first, block, stride: row ``r`` of the microbatch is row ``r // block * stride + first + r % block`` of the
             batch: where ranks have rows of their own, a microbatch has ``block`` of each of them, and these are
             ``stride`` rows apart.
@@ -138,7 +138,7 @@ def in_batch(
     Along a dim with rows, the row comes first.
 
     Args:
-        seed: of the microbatch; None where it is the batch.
+        seed: the seed of the microbatch; None where it is the batch.
     """
     moved = list(places)
     for d, outer, n, inner in rows:

@@ -42,7 +42,7 @@ class WholeDraw(NamedTuple):
     Attributes:
         method: its name, such as ``normal_``; ``randperm`` stands for ``torch.randperm``.
         numbers: its arguments.
-        shape, strides: of the tensor; no strides where it is contiguous.
+        shape, strides: the tensor's; no strides if it is contiguous.
         rows: where the rows of the batch are in it.
     """
 
@@ -213,9 +213,9 @@ class TorchDraws:
     """A stand-in for the seed of a call, or of a microbatch of it.
 
     Attributes:
-        states: of the generator before each draw, by number of the node.
-        rows: of the batch; None where the call is for all of it.
-        place: of the rows of a microbatch in the batch, int64 [4], as
+        states: the states of the generator before each draw, by number of the node.
+        rows: the rows of the batch; None where the call is for all of it.
+        place: the place of the rows of a microbatch in the batch, int64 [4], as
             :func:`~autopar.rules.families.sharded_random.seed_at` gives it.
     """
 
@@ -232,7 +232,7 @@ class TorchDraws:
         """Return this rank's part of what a call draws.
 
         Args:
-            shards: of each dim of what is drawn, the axes that cut it.
+            shards: for each dim of what is drawn, the axes that cut it.
         """
         return self.at_places(
             site, [positions(n, axes, self.device) for n, axes in zip(site[1][2], shards, strict=True)]

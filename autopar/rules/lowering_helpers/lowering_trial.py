@@ -21,7 +21,7 @@ def trial(sizes: Mapping[str, int]) -> Iterator[None]:
     """Run lowerings without ranks, on tensors without values: collectives make tensors of the right shape.
 
     Args:
-        sizes: of the axes.
+        sizes: the sizes of the axes.
     """
     token = TRIAL.set(sizes)
     try:
@@ -70,10 +70,10 @@ class Counted:
         flops_so_far: how many multiplications and additions were counted; None where nobody counts them.
 
     Attributes:
-        messages: that were sent, of which none arrives.
+        messages: the messages that were sent, of which none arrives.
         begun: collectives that are waited for later, in the order in which they began.
         under_way: the passages for which nobody has waited yet.
-        flops_left_out: of steps that a lowering leaves out, because they are like one that it makes.
+        flops_left_out: FLOPs of steps that a lowering leaves out, because they are like one that it makes.
     """
 
     def __init__(self, flops_so_far: Callable[[], float] | None = None) -> None:

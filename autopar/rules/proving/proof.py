@@ -59,7 +59,7 @@ class Case:
         Args:
             rule_of: gives the rule to prove: the registered one, or one that is being tried.
             device: where the operator runs; the numbers are drawn on the CPU, so they are the same on every device.
-            dtype: in which tensors that the sample has in float64 are computed.
+            dtype: the dtype in which tensors that the sample has in float64 are computed.
         """
         generator = torch.Generator().manual_seed(seed)
         self.device = torch.device(device)

@@ -50,8 +50,8 @@ class ParallelRun:
         programs: the others (:class:`~autopar.runtime.variants.program_cache.Programs`); None where there are none.
         world: the process group of all ranks in which it was made; None on one device, which needs none.
         failures: those of its steps, on the ranks that run it together; None on one device.
-        leads: of a pipeline, whether this rank is the first of its group; None where every rank has a part of all.
-        compiled_as: with which options a ``torch.compile`` around a call compiled the programs.
+        leads: for a pipeline, whether this rank is the first of its group; None where every rank has a part of all.
+        compiled_as: the options with which a ``torch.compile`` around a call compiled the programs.
         statistics_anew, statistics_staying: batch norms whose momentum is None, and those whose momentum is 0.
     """
 
@@ -168,7 +168,7 @@ class ParallelRun:
         """Make it, of what the program that runs now was captured from.
 
         Args:
-            sides: of random branches (:func:`~autopar.capture.evaluation.evaluated`).
+            sides: the sides of random branches (:func:`~autopar.capture.evaluation.evaluated`).
         """
         raise NotImplementedError
 

@@ -179,7 +179,7 @@ class UserModule:
 
         Args:
             values: whole values by name; parameters that have none have their shapes only.
-            requires_grad: of parameters; by default as when it was parallelized.
+            requires_grad: whether parameters want gradients; by default as when it was parallelized.
             captures: it is captured, so attributes that its forward sets are as when it was parallelized.
 
         Raises:

@@ -21,7 +21,7 @@ def flatten_call(
     """List the leaves of a call, in the order of the captured one.
 
     Args:
-        signature: of the model's forward; by it keywords may stand for positions.
+        signature: the signature of the model's forward; by it keywords may stand for positions.
 
     Raises:
         RunError: the call has another structure.

@@ -103,7 +103,7 @@ class LocalBatch(RowsOfRanks):
         """Initialize the object; all ranks of the module call it.
 
         Args:
-            device_mesh: of these ranks.
+            device_mesh: the mesh of the module's ranks.
         """
         ranks = [int(rank) for rank in device_mesh.mesh.flatten()]
         super().__init__(len(ranks), ranks.index(dist.get_rank()), ranks)

@@ -33,8 +33,8 @@ class Run:
 
     Attributes:
         call: with the rows of all of them.
-        share: of the loss of each in that of the batch.
-        cut: of each leaf of the call, whether it has rows.
+        share: the weight of each microbatch's loss in that of the batch.
+        cut: for each leaf of the call, whether it has rows.
     """
 
     call: ModuleCall
@@ -69,7 +69,7 @@ def runs(
             batch as well; in a call of another structure, what has as many rows as the first tensor that has a dim. The
             rest goes into every microbatch.
         planned: microbatches of a step for which the plan is.
-        ranks: that each have rows of their own, of which the call has one's.
+        ranks: the ranks that each have rows of their own, of which the call has one's.
         most: rows of a microbatch at most; None for those of ``captured``.
 
     Raises:

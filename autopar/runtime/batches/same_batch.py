@@ -69,7 +69,7 @@ def compare(everyone: Sequence[Values], reader: Reader) -> None:
     """Raise if ranks were called differently, or hold other copies; given what each has, in their order.
 
     Args:
-        reader: of a parameter's name: the number of the operator that reads it first, and where that stands.
+        reader: gives for a parameter's name the number of the operator that reads it first, and where that stands.
 
     Raises:
         RunError: it says which ranks, and what to do.
@@ -169,7 +169,7 @@ class Calls:
 
     Args:
         group: the process group of the module's ranks.
-        device_mesh: on which inputs may be slices; None where every rank passes everything.
+        device_mesh: the mesh on which inputs may be slices; None where every rank passes everything.
         alone: there is one rank.
         stages: the meshes on which this rank holds parameters.
         reader: for messages; see :func:`first_readers`.

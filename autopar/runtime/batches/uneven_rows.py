@@ -43,7 +43,7 @@ class Exchange:
 
         Args:
             ranks: in the order of the mesh, which is that of their rows.
-            groups: of these ranks, for the CPU.
+            groups: the groups of `ranks`, for the CPU.
         """
         in_order = tuple(sorted(ranks))
         groups.make([Wanted(in_order)])
@@ -63,7 +63,7 @@ class Exchange:
         """Return the pair of numbers of every rank, in the order of the mesh.
 
         Args:
-            logs: in which a rank that waits for this one elsewhere looks where it is.
+            logs: the logs in which a rank that waits for this one elsewhere looks where it is.
         """
         self.calls += 1
         for log in logs:
@@ -106,7 +106,7 @@ def put_together(
     Args:
         of_all: rows of every rank of ``exchange``; tensors with so many on every rank have rows.
         counts: rows of each part of the batch; ``place`` is which of them this rank has.
-        group: of all ranks, for the tensors' device; ``order`` says which of them has each part.
+        group: the group of all ranks, for the tensors' device; ``order`` says which of them has each part.
         without: inputs without rows, by name.
 
     Raises:

@@ -49,7 +49,7 @@ class Manifest:
         ranks: how many have written.
         others: names of what was saved beside model and optimizer.
         optimizer: whether there was one; None where that was not written down.
-        sums: of all other files; None where there are none.
+        sums: checksums of all other files; None if there are none.
         order: which save of its folder it is, as they were written; 0 where that was not written down.
     """
 

@@ -92,7 +92,7 @@ class Checkpoint:
     Args:
         folder: made if it is not there.
         model: a parallel module, a pipeline, or any module of one process.
-        optimizer: of the model's parameters; saved by their names.
+        optimizer: the optimizer of the model's parameters; saved by their names.
         keep: how many saves stay, those that were written last; None for all.
         others: what else has ``state_dict()`` and ``load_state_dict()``: a scheduler, a GradScaler, a data loader that
             knows its position. Each rank saves its own.
@@ -181,7 +181,7 @@ class Checkpoint:
         """Return what this rank writes; its own file is written first.
 
         Args:
-            copied: of copies, since the run goes on.
+            copied: write copies of the tensors, since the run goes on.
         """
         sums: dict[str, Sum] = {}
         self.room = size_of(state := self._state()), shutil.disk_usage(unnamed).free
@@ -304,7 +304,7 @@ class Checkpoint:
         """Restore model, optimizer and all else from a save; on any number of ranks.
 
         Args:
-            step: of which save; by default the one that was written last.
+            step: the step of the save; by default the one that was written last.
             strict: tensors that only the save has, or only the model or the optimizer, are an error. Else those that
                 both have are loaded.
 

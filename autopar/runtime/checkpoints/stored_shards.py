@@ -111,8 +111,8 @@ class ShardsToWrite:
     """This rank's part of a state, which is to be written.
 
     Attributes:
-        sums: of the files that this rank has written, by name.
-        size: of this rank's tensors, in bytes.
+        sums: checksums of the files that this rank has written, by name.
+        size: bytes of this rank's tensors.
     """
 
     def __init__(self, folder: Path, state: dict[str, Any], first: bool, sums: dict[str, Sum], copied: bool) -> None:

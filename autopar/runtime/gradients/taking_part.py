@@ -19,7 +19,7 @@ class Took:
     """The parts of one call: a copy of the buffers, which the next call overwrites.
 
     Args:
-        parts: of the program that was called.
+        parts: the parts of the program that was called.
         flags: bool [n], those of all its buffers; on an accelerator a copy in the host's memory that is on its way.
         arrived: the event after which it is there.
     """

@@ -156,7 +156,7 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
     The parameters have their gradients then, or, where it breaks, those that they had.
 
     Args:
-        scale: by which the gradients are multiplied.
+        scale: the scale by which the gradients are multiplied.
 
     Returns:
         The loss of the batch, a tensor of shape [] and of the loss's dtype.
@@ -253,13 +253,13 @@ def backwards(
 
     Args:
         pm: the module; it runs the program of these calls.
-        calls: of the microbatches.
+        calls: the calls of the model, one for each microbatch.
         weights: by what their losses count in that of the batch.
-        number: of the loss among the model's outputs.
+        number: the number of the loss among the model's outputs.
         of_step: microbatches of the step, of which these may be a part.
         ahead: inputs of each that were computed ahead of the step.
-        scale: by which the gradients are multiplied.
-        places: of the rows of each in the batch of the step.
+        scale: the scale by which the gradients are multiplied.
+        places: for each microbatch, where its rows are in the batch of the step.
 
     Returns:
         What they add to the loss of the batch, a tensor of shape [] and of the loss's dtype.

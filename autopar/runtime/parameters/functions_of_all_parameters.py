@@ -119,7 +119,7 @@ def squared_norm(pm: Any, first: Mapping[str, int]) -> torch.Tensor:
 
     Args:
         pm: a pipeline.
-        first: of parameters that several groups of ranks hold: the stage whose ranks count it.
+        first: for each parameter that several groups of ranks hold, the stage whose ranks count it.
     """
     total = torch.zeros((), dtype=torch.float64, device=pm.device)
     counted: dict[torch.nn.Parameter, bool] = {}

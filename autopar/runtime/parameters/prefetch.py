@@ -25,7 +25,7 @@ class GatherOrder:
     """The units of a program in order of first use.
 
     Args:
-        stream: on which the program runs, and all that is gathered for it.
+        stream: the stream on which the program runs, and all that is gathered for it.
     """
 
     def __init__(self, units: Sequence[Unit], stream: StepStream) -> None:

@@ -192,13 +192,13 @@ class HeldParam:
         leaf: what the program reads and autograd accumulates on; on a mesh of one device the stored parameter itself.
         alias: the leaf shares the stored memory.
         adjoint: hops of the gradient's way back that do something, in order.
-        used_shape, stored_shape: of this rank's pieces; ``padded_shape``: of the largest piece
-            among the ranks that gather the parameter together.
+        used_shape, stored_shape: shapes of this rank's pieces; ``padded_shape``: that of the largest piece among the
+            ranks that gather the parameter together.
         dtype: what the program reads; ``casts`` where the stored parameter is in another format (a master copy).
         trained: its gradient was planned; a parameter that is frozen for a while keeps that.
         sum: this rank's part of the gradient of the step that is under way, reduced; the parameter gets it at the end.
             What needs no reduction waits as the leaf's own gradient.
-        wide: of a parameter that is cast: gradients of this step's microbatches, in the format that they are added up
+        wide: for a parameter that is cast, gradients of this step's microbatches, in the format that they are added up
             in, which are still to be reduced.
         changed: called when there is another stored parameter, or it wants a gradient or does so no more.
     """

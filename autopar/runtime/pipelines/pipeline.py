@@ -73,7 +73,7 @@ class PipelineRun(ParallelRun):
 
         Args:
             model: with its values, or on the meta device with ``values``.
-            captured: of one microbatch.
+            captured: the capture of one microbatch.
             values: gives the whole value of a parameter or buffer by name; called on every rank for every name in the
                 same order, so it may communicate.
             alike: whether this rank's generator of random numbers was seeded as rank 0's; by default all find out.

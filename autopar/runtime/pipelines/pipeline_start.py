@@ -99,7 +99,7 @@ def take_values(
 
     Args:
         values: gives them by name, and is called on every rank for every name; by default they are sent from rank 0.
-        placings: of this rank's stages. What two of them share is given to the first.
+        placings: one for each of this rank's stages. What two of them share is given to the first.
     """
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     params = set(named)

@@ -49,8 +49,8 @@ class Flight:
 
     Attributes:
         part: what of the model the stage is.
-        shares: of the microbatches' losses in that of the step.
-        scale: by which the gradients of the step are multiplied.
+        shares: the weights of the microbatches' losses in that of the step.
+        scale: the scale by which the gradients of the step are multiplied.
         leads: this rank is the first of the stage's, the one that speaks for it where all have the same.
     """
 
@@ -61,7 +61,7 @@ class Flight:
         """Initialize the object.
 
         Args:
-            wires: of the whole pipeline.
+            wires: the wires of the whole pipeline.
             row: what this rank does in a step.
         """
         self.part, self.stage, self.input_gradients, self.leads = part, stage, input_gradients, leads

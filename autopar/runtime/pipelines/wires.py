@@ -344,7 +344,7 @@ def clear(posts: Sequence[Post], group: Any) -> None:
     """End a step that broke off, on every rank: nothing stays under way. All ranks call it with their posts, alike.
 
     Args:
-        group: of all ranks.
+        group: the group of all ranks.
     """
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, [(post.posted, post.sent) for post in posts], group=group)

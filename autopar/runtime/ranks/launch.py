@@ -65,7 +65,7 @@ def run_local(
         timeout: seconds for everything, process start included; also the timeout of every collective.
         env: more environment variables for the ranks.
         threads: torch threads per rank.
-        backend: of the process group; one for GPUs (``cpu:gloo,cuda:nccl``) has each rank take its own.
+        backend: the backend of the process group; one for GPUs (``cpu:gloo,cuda:nccl``) has each rank take its own.
 
     Returns:
         What ``fn`` returned on each rank, in order of ranks; it must be possible to pickle it.

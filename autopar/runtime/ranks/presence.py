@@ -50,7 +50,7 @@ class Presence:
         """Initialize the object.
 
         Args:
-            number: of the call, the same on all ranks.
+            number: the number of the call, the same on all ranks.
             what: the call's name.
             abort: has what waits in a collective end with an error; called from another thread.
         """

@@ -147,7 +147,7 @@ class OneOrder:
         """Agree on the collectives of what was compiled, before it runs.
 
         Args:
-            kind: of the call for which it was compiled.
+            kind: the kind of the call for which it was compiled.
 
         Returns:
             What the ranks call it.

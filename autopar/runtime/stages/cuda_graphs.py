@@ -130,7 +130,7 @@ class GraphedStep:
         It is made before the recording, which would write to it.
 
         Args:
-            place: of the rows of a microbatch.
+            place: the place of the rows of a microbatch.
         """
         if self.drawn == len(self.seeds):
             zero = torch.zeros((), dtype=torch.int64, device=self.stage.device)

@@ -141,7 +141,7 @@ class Stage:
         """Make the program of eval mode, which reads the same parameters and buffers.
 
         Args:
-            sides: of random branches (:func:`~autopar.capture.evaluation.evaluated`).
+            sides: the sides of random branches (:func:`~autopar.capture.evaluation.evaluated`).
         """
         graph = evaluated(self.graph, sides)
         plan = replace(self.plan, fingerprint=graph.fingerprint, memory={})
@@ -231,7 +231,7 @@ class Stage:
         """Run the bound program on local inputs by name; return its local outputs and new buffers.
 
         Args:
-            seed: of random operators, a tensor or what stands for one; None where the program has none.
+            seed: the seed of random operators, a tensor or what stands for one; None where the program has none.
             same_step: parameters have not changed since the last call, so gathered copies may be used again.
             evaluating: the program of eval mode is meant.
         """

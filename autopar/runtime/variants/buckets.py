@@ -55,11 +55,11 @@ class Buckets:
     """The shapes of a module's calls, and how others become one of them.
 
     Args:
-        sizes: of the buckets.
-        signature: of the model's forward.
+        sizes: the sizes of the buckets.
+        signature: the signature of the model's forward.
         model_args: how many positional arguments it takes in a call, where targets of a loss function follow.
-        dims: of every leaf that is padded, which of its dims are rows and which are as long as the call.
-        fill: of leaves that are not filled with zeros, with what they are.
+        dims: for every leaf that is padded, which of its dims are rows and which are as long as the call.
+        fill: values for leaves that are not padded with zeros.
         templates: shapes of the model's outputs; None where they are not known, and stay as they are.
     """
 

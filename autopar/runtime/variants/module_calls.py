@@ -51,7 +51,7 @@ class ModuleCall:
 
         Args:
             example: how the model was called at first.
-            rows: of the program that there is: no microbatch is to be larger.
+            rows: the rows of the program that there is: no microbatch is to be larger.
         """
         n = len(example.args)
         args, kwargs = self.one or (self.args, self.kwargs)

@@ -104,7 +104,7 @@ class Programs:
     Args:
         model: the module, which owns the values.
         example: how it was called when it was captured first.
-        ranks: of all processes that hold a part of the module.
+        ranks: the numbers of all processes that hold a part of the module.
         plan_again: makes a plan for a graph with other operators, as the module's ``_take_program`` calls it; None
             where that is not possible.
         compare: for every new capture; None where captures are trusted.

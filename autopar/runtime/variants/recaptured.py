@@ -114,8 +114,8 @@ def _stored(pm: ParallelRun, graph: Graph) -> dict[str, str]:
     """Return how the parameters are stored, as pins; none on one device, where nothing is placed.
 
     Args:
-        graph: that is to be planned. A parameter that the module has frozen since (an average of it, say) wants a
-            gradient there, and the pin of a whole one says which of them does.
+        graph: the graph that is to be planned. A parameter that the module has frozen since (an average of it, say)
+            wants a gradient there, and the pin of a whole one says which of them does.
     """
     pins = {}
     wanted = {node.target: node.needs_grad for _, node in graph.of_kind("param")}
@@ -176,8 +176,8 @@ def buffers_for(
     """Return the buffers that another program reads: those that ``pm`` has, and constants of the model's code.
 
     Args:
-        graph: of the program, or of one stage of it.
-        before: of the program that ran last.
+        graph: the graph of the program, or of one stage of it.
+        before: the buffers of the program that ran last.
 
     Raises:
         RunError: there is one that the model did not have.
@@ -243,7 +243,7 @@ def _placed_again(
     """Return the module's own buffers in the placements that a program wants: mostly those that they have.
 
     Args:
-        now: of the program that ran last; tensors that its code made stay out.
+        now: the buffers of the program that ran last; tensors that its code made stay out.
     """
     names: dict[str, list[tuple[torch.nn.Module, str]]] = {}
     for name in pm.registered():

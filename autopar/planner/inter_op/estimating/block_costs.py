@@ -37,15 +37,15 @@ class BlockOption:
     """One option to run a block; seconds of one microbatch (except ``step_seconds``), bytes of one device.
 
     Attributes:
-        step_seconds: of the whole step: the optimizer, and what is waited for of collectives of parameters if the block
-            stands alone. Blocks of a stage hide theirs together (:mod:`.filling`).
-        weight_seconds: of the backward, what is for gradients of weights and may run later.
+        step_seconds: seconds of the whole step: the optimizer, and what is waited for of collectives of parameters if
+            the block stands alone. Blocks of a stage hide theirs together (:mod:`.filling`).
+        weight_seconds: the part of the backward that computes gradients of weights and may run later.
         static_bytes: whatever does not grow with the microbatches in flight, but for ``peak_bytes``.
-        kept_bytes: of one microbatch in flight.
+        kept_bytes: bytes saved for one microbatch in flight.
         recompute_peak_bytes: transient bytes of the peak, while parts of the block are recomputed say: once for all
             blocks of a stage.
         recomputed: something of it is recomputed.
-        peak_bytes: of parameters that are gathered for each use: once for all blocks of a stage, too.
+        peak_bytes: bytes of parameters that are gathered for each use: once for all blocks of a stage, too.
         optimizer_seconds: the optimizer's part of ``step_seconds``.
         load: its parameters' collectives, and what is computed beside them.
     """

@@ -48,7 +48,7 @@ class Equal:
     Attributes:
         pools: devices by type; several only where groups may differ by type.
         shapes: meshes of a group of so many devices.
-        memory_bytes: of a device of each type, what may be filled.
+        memory_bytes: what may be filled of a device of each type.
         groups: how many; None for any number.
         floors: by number of the pool and mesh, seconds that the commonest block takes at least, where they are known:
             what is too slow at that is not planned at all.

@@ -48,7 +48,7 @@ class Decoder:
     """Decisions of each item of a program by the strategy that is picked for it, for every block that it stands for.
 
     Attributes:
-        chains: of the first items, one each.
+        chains: the chains of the first items, one each.
         parameters, outputs, arrivals: by item, the parameter's node, the output's position or the input's name, and
             what each strategy means for it.
         recomputable: the operators that may be recomputed, where that was a choice.

@@ -50,7 +50,7 @@ class StrategyRows:
 
     Attributes:
         item_of: item numbers of operators, parameters and inputs.
-        row_of: of an operator, the rows of its item and its place within each.
+        row_of: for an operator, the rows of its item and its place within each.
         recomputed_of: by item, for each row the operators that are recomputed.
         regathered_of: by item, for each row the inputs that are regathered, with the part that is kept of them.
         given_up_of: by item, for each row the operators whose results are given up, with the decision about them.

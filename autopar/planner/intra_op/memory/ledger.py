@@ -68,7 +68,7 @@ class Ledger:
     Attributes:
         steps_again: the reshard steps that gather copies a second time: those that an operator's backward asks for.
         memory: the decisions as a plan has them, without results of segments that nobody keeps.
-        lives: of each segment, the operators between which the backward has its entries: the one whose backward first
+        lives: for each segment, the operators between which the backward has its entries: the one whose backward first
             asks for them, and the segment's first.
     """
 

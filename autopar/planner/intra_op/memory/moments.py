@@ -63,7 +63,7 @@ class Lifetime(NamedTuple):
 
     Attributes:
         kind: ``activation``, ``gradient`` of one, ``parameter gradient``, which stays, or ``recomputed``.
-        node: that makes it, or whose gradient it is.
+        node: the node that makes it, or whose gradient it is.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class StepMoments:
     Attributes:
         accumulates: gradients of parameters are there already, of microbatches before.
         spans: results that are read in the forward only, and gradients but for those that stay.
-        lifetimes: of all memory that lives; None where nobody reads it.
+        lifetimes: the lifetimes of all memory that lives; None where nobody reads it.
     """
 
     def __init__(
