@@ -174,7 +174,7 @@ def print_error(error: BaseException) -> None:
 
 
 def where_to_run(requested: str, processes: int) -> tuple[str, str]:
-    """Return the device type (``cpu`` or ``cuda``) for so many local processes, and a description for people."""
+    """Return the device type (``cpu`` or ``cuda``) for the local `processes`, and a description for people."""
     import torch
 
     if requested not in ("cpu", "cuda", "auto"):

@@ -49,7 +49,7 @@ class MemoryDecision:
         said: what becomes of the memory, for reports: ``run again in the backward``.
         of: what it is made for: :data:`SEGMENTS`, :data:`RESULTS`, :data:`COPIES` or :data:`TENSORS`; empty for
             ``keep``.
-        seconds: what a microbatch waits for a tensor of so many bytes on one rank to leave and to come back, forward
+        seconds: what a microbatch waits for a tensor with some bytes on one rank to leave and to come back, forward
             and backward together; what runs beside compute is not waited for. Of :data:`TENSORS` only, as what follows.
         freed: makes of a tensor what gives it up and fills it: an :class:`autopar.lower.freed_tensors.Freed`.
         may: says for which tensors of a graph it may be made, of those that may be given up at all

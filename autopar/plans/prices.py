@@ -138,7 +138,7 @@ class OnTheirWay(NamedTuple):
 
     @staticmethod
     def at(in_flight: int, microbatches: int, backward: bool, is_first: bool) -> OnTheirWay:
-        """Return the pending tensors with so many microbatches in flight, the running one included.
+        """Return the pending tensors with `in_flight` microbatches, which include the running one.
 
         Under 1F1B a sent tensor stays until the peer has taken it, which is known from what it sends next: of an
         activation the gradient that comes next but one, of a gradient the activation that comes next but one.
@@ -222,7 +222,7 @@ class StagePeaks:
     microbatches: int
 
     def added_to(self, price: Price, in_flight: int) -> Price:
-        """Return the price with so many microbatches in flight."""
+        """Return the price with `in_flight` microbatches."""
         activation_bytes = in_flight * self.kept_bytes + price.again_bytes
         always = price.parameter_bytes + price.optimizer_bytes + price.gathered_bytes
         most = always + self.at_fullest(in_flight).n_bytes

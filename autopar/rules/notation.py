@@ -65,7 +65,7 @@ class Comm:
         load: the shares of what ``factor`` cuts, where they are not all alike: the buffer is that of the rank which
             sends or gets most.
         load_of: the factor that has the load, where it is another one.
-        from_pieces: made where the factor is cut into so many pieces or more.
+        from_pieces: the number of pieces of the factor from which on it is made.
         gathers: the buffer is what the ranks of the axis gather, as often that of a rank as there are ranks.
         when: ``first`` if nothing of the operator is computed before it, ``last`` if nothing is behind it, so that
             other operators may overlap it (:mod:`autopar.rules.lowering_helpers.overlapped_steps`); in a backward that
@@ -177,7 +177,7 @@ class Rule:
         needs_some: factors of which every rank must have some: torch's kernels refuse a piece of no elements, or make
             no numbers of it. Of all others a rank may have none (6 over 4 ranks are 2, 2, 2 and 0).
         absent: names of options that such calls have and this one has not, and why: for whoever asks for one.
-        whole_gradients: the backward may not be linear in the gradient, so no rank runs it on a term of a sum.
+        whole_gradients: the backward need not be linear in the gradient, so no rank runs it on a term of a sum.
     """
 
     sizes: Mapping[str, int]

@@ -70,11 +70,11 @@ class ScheduleKind:
     usual: bool = True
 
     def allows_degree(self, degree: int) -> bool:
-        """Return True if a group may hold so many stages."""
+        """Return True if a group may hold `degree` stages."""
         return self.fewest <= degree and (self.most is None or degree <= self.most)
 
     def degrees(self, groups: int, n_blocks: int) -> list[int]:
-        """Return the degrees of interleaving worth a look for blocks in the stages of so many groups.
+        """Return the degrees of interleaving worth a look for `n_blocks` blocks in the stages of `groups` groups.
 
         For every number of blocks that a stage may have, the most stages; the fewest first.
         """
@@ -85,7 +85,7 @@ class ScheduleKind:
         return [d for d in sorted({self.fewest, *natural}) if self.fewest <= d <= most]
 
     def at(self, degree: int | None = None) -> Fill:
-        """Return the schedule with so many stages a group, by default the fewest; ValueError if not allowed."""
+        """Return the schedule with `degree` stages a group, by default the fewest; ValueError if not allowed."""
         return _fill(self.name, self.fewest if degree is None else degree)
 
 
@@ -134,7 +134,7 @@ class Fill:
         return self.kind.in_flight(group, groups, microbatches, self.chunks)
 
     def allows(self, groups: int, microbatches: int) -> bool:
-        """Return True if it can be built for so many groups and microbatches."""
+        """Return True if it can be built for `groups` and `microbatches`."""
         return allows(self.name, groups * self.chunks, groups, microbatches)
 
 

@@ -33,7 +33,7 @@ def stage(
 ) -> list[StagingEstimate]:  # fmt: skip
     """Return the `n_candidates` best of the best cuts into every number of stages, best first.
 
-    `problem` is that of a step with so many microbatches: costs are of one of them. Each candidate is the optimum for
+    `problem` is that of a step with `n_microbatches`: costs are of one of them. Each candidate is the optimum for
     its number of stages; `lower_bound_seconds` below the first one's `seconds` means that `width` was reached, and by
     how much its optimality is unproved.
     """

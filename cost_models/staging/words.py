@@ -108,7 +108,7 @@ class StagingProblem:
             own. Otherwise the earlier stage also waits for them, both ways.
         all_devices: every device must belong to a stage; otherwise some may stay idle.
         recompute: one of RECOMPUTE.
-        max_stages: at most so many; None: one for every block.
+        max_stages: the most stages; None: one for every block.
     """
 
     n_blocks: int

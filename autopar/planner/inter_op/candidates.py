@@ -26,7 +26,7 @@ class PipelineOptions:
         options: for the plan of each stage.
         may_recompute: blocks may be recomputed, where memory is short or it saves time. Where ``options.recompute`` or
             the model itself (activation checkpointing) decides what is recomputed, nothing else is.
-        top: so many different layouts are planned exactly, if there are: the best one, and the next best of those that
+        top: the number of different layouts that are planned exactly: the best one, and the next best of those that
             its search came across.
         max_axes: the most axes of a group's mesh, if every shape is tried.
     """

@@ -121,7 +121,7 @@ class Layout:
         return f"--like {self.text}"
 
     def microbatches_of(self, rows: int) -> int:
-        """Return into how many microbatches a batch of so many rows is cut."""
+        """Return into how many microbatches a batch of `rows` rows is cut."""
         each = self.sizes["dp"] * self.rows
         count = self.microbatches or rows // each
         if count < 1 or rows % count or (self.microbatches is None and rows % each):

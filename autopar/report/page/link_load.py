@@ -102,7 +102,7 @@ def _between_stages(
 
 
 def links_section(kinds: Sequence[LinkKind], seconds: float) -> Markup:
-    """Return a row for each kind of link: the utilization of the fullest over a step of so many seconds."""
+    """Return a row for each kind of link: the utilization of the fullest over a step of `seconds`."""
     colours = ("l-0", "l-1", "l-2", "l-3")
     axes = sorted({what for kind in kinds for what in kind.by})
     lines = []

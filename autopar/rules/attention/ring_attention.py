@@ -8,7 +8,7 @@ places. These go round the axis, one rank a step, while each rank adds the atten
 further, home. With a causal mask the last rank would work all steps and the first one a single one, so ranks first
 exchange halves: of 2 n pieces, rank i gets numbers i and 2 n - 1 - i (*zigzag*, as in Llama 3, arXiv:2407.21783;
 :mod:`.attention_halves`), and all have the same work in each step. Where another axis cuts the queries too, ranks skip
-what they may not see.
+what the mask hides.
 
 *Dropout* of the probabilities leaves the log-sum-exp as it is, so parts are put together as without; which element is
 dropped is decided by its place in the whole sequence (:mod:`.sharded_random`). What has it is computed step by step,

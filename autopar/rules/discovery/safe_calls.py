@@ -1,4 +1,4 @@
-"""Operators called with arguments that they may not take, without harm to this process.
+"""Operators called with arguments that may crash them, without harm to this process.
 
 Kernels need not check the sizes that they are given: oneDNN's LSTM ends the process on weights of another size. So
 sizes are tried first on tensors without values, where that is possible, without oneDNN, and everything in a forked

@@ -259,7 +259,7 @@ class Batch:
                 raise RunError(NOT_PLANNED.format(name=self.shown[name]))
 
     def check_one(self, tensors: Mapping[str, torch.Tensor], parts: int) -> None:
-        """Refuse the batch of a step of so many microbatches where one of these is run.
+        """Refuse the batch of a step of `parts` microbatches if the program is for one of them.
 
         Raises:
             RunError: with both numbers of rows, and the calls that take them.

@@ -47,7 +47,7 @@ class TotalsAhead:
         }  # fmt: skip
 
     def of_level(self, level: int) -> list[Ahead]:
-        """List the totals that are computed after so many others."""
+        """List the totals of `level`: those that follow from totals of the levels before."""
         return [each for each in self.totals.ahead if each.level == level]
 
     def terms(self, level: int, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 Every rank tells the others before a call how many rows it has, in an exchange of a few numbers between processors. As
 long as all have equally many, rows go in as they lie (:mod:`.local_batch`). Else the batch is put together: every rank
-gets all rows and calls the program of so many, and what the call gives is cut where each rank's rows are.
+gets all rows and calls the program for their number, and what the call gives is cut where each rank's rows are.
 
 A loss inside the model is that of the whole batch, as always. One that a script computes of its own rows counts by
 their part of the batch, so that a mean over rows is the mean over all of them; with equally many that is the mean over
@@ -104,7 +104,7 @@ def put_together(
     """Return the call with the rows of all ranks, one rank's after the other's: plain tensors, equal on every rank.
 
     Args:
-        of_all: rows of every rank of ``exchange``; tensors with so many on every rank have rows.
+        of_all: rows of every rank of ``exchange``; tensors with that number of rows on every rank have rows.
         counts: rows of each part of the batch; ``place`` is which of them this rank has.
         group: the group of all ranks, for the tensors' device; ``order`` says which of them has each part.
         without: inputs without rows, by name.

@@ -196,7 +196,7 @@ def step(run: Callable[..., None], params: Sequence[torch.Tensor], lists: Sequen
 
 
 def _parts(params: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Numbers of parameters, so many that :data:`AT_ONCE` elements of them are here."""
+    """Yield lists of numbers of parameters that have at most :data:`AT_ONCE` elements here together."""
     part: list[int] = []
     elements = 0
     for i, param in enumerate(params):

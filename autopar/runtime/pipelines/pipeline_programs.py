@@ -59,7 +59,7 @@ def resume(pm: Any, fields: Fields) -> None:
 
 
 def work_of(pm: Any, microbatches: int) -> Work:
-    """Return what this rank does in a step of so many microbatches of the program that runs now."""
+    """Return what this rank does in a step of `microbatches` of the program that runs now."""
     works: dict[int, Work] = pm.works
     work = works.pop(microbatches, None)
     if work is None:

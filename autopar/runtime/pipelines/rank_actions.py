@@ -39,7 +39,7 @@ class Unfinished:
 
 
 class Work:
-    """The stages of one rank, and a step of so many microbatches.
+    """The stages of one rank, and what it does in a step of one number of microbatches.
 
     Attributes:
         flights: by number of the stage.

@@ -69,7 +69,7 @@ class Message:
 
 
 class UnderWay(NamedTuple):
-    """A tensor that may not have left yet.
+    """A tensor that has perhaps not left yet.
 
     Attributes:
         answer: number, among the messages that come from the target, of the first that says that it has; infinite

@@ -47,7 +47,7 @@ class Equal:
 
     Attributes:
         pools: devices by type; several only where groups may differ by type.
-        shapes: meshes of a group of so many devices.
+        shapes: meshes of a group, by its number of devices.
         memory_bytes: what may be filled of a device of each type.
         groups: how many; None for any number.
         floors: by number of the pool and mesh, seconds that the commonest block takes at least, where they are known:
@@ -287,7 +287,7 @@ class Equal:
         )
 
     def _fills(self, groups: int) -> tuple[Fill, ...]:
-        """Return the schedules for so many groups, at every degree of interleaving that is worth a look.
+        """Return the schedules for `groups` groups, at every degree of interleaving that is worth a look.
 
         One group runs its microbatches in turn, whatever the schedule.
         """

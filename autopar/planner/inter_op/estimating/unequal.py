@@ -32,7 +32,7 @@ class Unequal:
     """A search over what the menus offer.
 
     Attributes:
-        shapes: meshes of a group of so many devices.
+        shapes: meshes of a group, by its number of devices.
         limit: bytes of a device of those given, what may be filled.
     """
 
