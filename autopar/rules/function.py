@@ -20,7 +20,7 @@ from autopar.rules.notation import Rule, line
 from autopar.rules.operator_call import Call
 from autopar.torch_private import DisableTorchFunction, FakeTensor, no_dispatch_modes, pytree, unset_fake_temporarily
 from autopar.words.autocasting import AutocastState, autocast_as
-from autopar.words.trees import PyTree, Saved
+from autopar.words.trees import Context, PyTree
 
 PREFIX = "function."
 _DRAWS = 0x9E3779B97F4A7C15
@@ -144,7 +144,7 @@ class _WithReads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Saved, callee: Callee, *leaves: Any) -> Any:
+    def forward(ctx: Context, callee: Callee, *leaves: Any) -> Any:
         n = callee.spec.num_leaves
         inner = [
             x.detach().requires_grad_(x.requires_grad and x.is_floating_point()) if isinstance(x, torch.Tensor) else x
@@ -158,7 +158,7 @@ class _WithReads(torch.autograd.Function):
         return plain
 
     @staticmethod
-    def backward(ctx: Saved, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         inner, callee = ctx.inner, ctx.callee
         pairs = [(x, g) for x, g in zip(ctx.outs, grads, strict=True) if x.requires_grad and g is not None]
         for x in inner:
@@ -173,7 +173,7 @@ class _OnFakes(torch.autograd.Function):
     """The shapes of what the code gives for tensors without values; its gradients are zeros."""
 
     @staticmethod
-    def forward(ctx: Saved, callee: Callee, *leaves: Any) -> Any:
+    def forward(ctx: Context, callee: Callee, *leaves: Any) -> Any:
         ctx.leaves = leaves
         n = callee.spec.num_leaves
         inner = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -188,7 +188,7 @@ class _OnFakes(torch.autograd.Function):
         return fakes
 
     @staticmethod
-    def backward(ctx: Saved, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         return (None, *(
             torch.zeros_like(x) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in ctx.leaves
         ))  # fmt: skip

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from autopar.rules.attention.attention_on_gpus import fits_kernels, has_kernels_for, kernels
 from autopar.rules.families.sharded_random import dropping
 from autopar.torch_private import safe_softmax
-from autopar.words.trees import PyTree, Saved
+from autopar.words.trees import Context, PyTree
 
 QUERIES, MOST_BLOCKS = 128, 64
 """Queries of a block, and blocks of a call: longer calls have larger blocks."""
@@ -142,7 +142,7 @@ def _blocks(
 class _InBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Saved, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, row: torch.Tensor,
+        ctx: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, row: torch.Tensor,
         column: torch.Tensor, form: AttentionForm,
     ) -> torch.Tensor:  # fmt: skip
         tensors = q, k, v, mask, row, column
@@ -152,7 +152,7 @@ class _InBlocks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Saved, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _differentiable(ctx, grads[0])
         *tensors, out, log_sum = ctx.saved_tensors
@@ -281,7 +281,7 @@ def _adds_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _differentiable(ctx: Saved, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiable(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients that have gradients themselves: of the call at once."""
     tensors = ctx.saved_tensors[:6]
     wanted = [x for x, needed in zip(tensors, ctx.needs_input_grad, strict=False) if needed]
@@ -355,12 +355,12 @@ def _shapes_of_backward(
     )
 
 
-def _keep(ctx: Saved, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(*inputs[:6], *output)
     ctx.form = inputs[6:]
 
 
-def _gradients(ctx: Saved, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: Context, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     wanted = list(ctx.needs_input_grad[:4])
     *tensors, out, log_sum = ctx.saved_tensors
     gradients = torch.ops.autopar.attention_in_blocks_backward(grad, out, log_sum, wanted, *tensors, *ctx.form)

@@ -37,7 +37,7 @@ from autopar.rules.lowering_helpers.collective_helpers import permuted, sends_on
 from autopar.rules.lowering_helpers.local_shard import Sizes, axes_of, cuts_on, n_shards, positions, which_shard
 from autopar.rules.lowering_helpers.lowering_trial import makes_some_steps, standing_for
 from autopar.torch_private import each_rank
-from autopar.words.trees import Saved
+from autopar.words.trees import Context
 
 QUERIES, RING = "q", "ring"
 TRIED_STEPS = 4
@@ -103,7 +103,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Saved, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+        ctx: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
         seed: Any, way: Going,
     ) -> torch.Tensor:  # fmt: skip
         hashes: Hashes = (None, None)
@@ -151,7 +151,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Saved, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:
         way: Going = ctx.way
         q, mask, out, log_sum, of_rows, of_places, *keys_and_values = ctx.saved_tensors
         hashes, message, given = (of_rows, of_places), None, grad

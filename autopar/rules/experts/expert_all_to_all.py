@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from autopar.rules.lowering_helpers.local_shard import n_shards
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, Begun, in_trial
 from autopar.torch_private import FakeTensor, LocalIntNode, LocalTensor, functional_collectives, group_of_axis
-from autopar.words.trees import Saved
+from autopar.words.trees import Context
 
 
 class Trip:
@@ -125,26 +125,26 @@ class Passage:
 
 class _SetOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Saved, rows: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
+    def forward(ctx: Context, rows: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.passage = passage
         passage.send(rows, order, passage.home, backward=False)
         return rows.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Saved, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
         return ctx.passage.wait(*ctx.saved_tensors, not ctx.passage.home), None, None
 
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Saved, on_its_way: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
+    def forward(ctx: Context, on_its_way: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.passage = passage
         return passage.wait(order, passage.home)
 
     @staticmethod
-    def backward(ctx: Saved, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
         ctx.passage.send(grads[0], *ctx.saved_tensors, not ctx.passage.home, backward=True)
         return grads[0].new_empty(0), None, None
 

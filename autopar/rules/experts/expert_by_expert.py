@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autopar.torch_private import FakeTensor, LocalTensor, is_in_torch_dispatch_mode
-from autopar.words.trees import Saved
+from autopar.words.trees import Context
 
 LEAST_BYTES = 2**20
 """Of what one expert's rows make, from which on experts take turns."""
@@ -62,13 +62,13 @@ class Matrices:
 
 class _OneByOne(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Saved, whole: torch.Tensor, matrices: Matrices) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Context, whole: torch.Tensor, matrices: Matrices) -> tuple[torch.Tensor, ...]:
         ctx.matrices = matrices
         ctx.set_materialize_grads(False)
         return whole.unbind(0)
 
     @staticmethod
-    def backward(ctx: Saved, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> Any:
         matrices: Matrices = ctx.matrices
         for expert, grad in enumerate(grads):
             place = matrices.place(expert)
@@ -83,14 +83,14 @@ class _OneByOne(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Saved, rows: torch.Tensor, matrix: torch.Tensor, matrices: Matrices, expert: int
+        ctx: Context, rows: torch.Tensor, matrix: torch.Tensor, matrices: Matrices, expert: int
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, matrix)
         ctx.matrices, ctx.expert = matrices, expert
         return torch.mm(rows, matrix)
 
     @staticmethod
-    def backward(ctx: Saved, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
         rows, matrix = ctx.saved_tensors
         of_rows = torch.mm(grads[0], matrix.t()) if ctx.needs_input_grad[0] else None
         of_matrix = None

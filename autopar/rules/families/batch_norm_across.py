@@ -25,7 +25,7 @@ from autopar.rules.lowering_helpers.local_shard import all_of, weights_on
 from autopar.rules.notation import Comm
 from autopar.torch_private import each_rank, preserve_version_counter, reached
 from autopar.words.placements import axis_and_block
-from autopar.words.trees import Saved
+from autopar.words.trees import Context
 
 _aten = torch.ops.aten
 
@@ -129,7 +129,7 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Saved, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, way: _Way
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, way: _Way
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         moments = each_rank(_moments)(x)
         for axis, group, weights in zip(way.axes, way.groups, way.weights, strict=True):
@@ -155,7 +155,7 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Saved, grad: torch.Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor | None, *_: Any) -> Any:
         if grad is None:
             return None, None, None, None
         way: _Way = ctx.way

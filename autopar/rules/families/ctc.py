@@ -18,7 +18,7 @@ from autopar.rules.notation import Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 from autopar.torch_private import below_autograd
-from autopar.words.trees import PyTree, Saved
+from autopar.words.trees import Context, PyTree
 
 _ARGUMENTS = (
     "Tensor scores, Tensor targets, Tensor? there, Tensor n_steps, Tensor n_targets, int blank, bool zero_infinity"
@@ -64,7 +64,7 @@ def _rows_backward(
 class _Ctc(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Saved, scores: torch.Tensor, targets: torch.Tensor, there: torch.Tensor | None, n_steps: torch.Tensor,
+        ctx: Context, scores: torch.Tensor, targets: torch.Tensor, there: torch.Tensor | None, n_steps: torch.Tensor,
         n_targets: torch.Tensor, blank: int, zero_infinity: bool,
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(scores, targets, there, n_steps, n_targets)
@@ -73,7 +73,7 @@ class _Ctc(torch.autograd.Function):
             return torch.ops.autopar.ctc(scores, targets, there, n_steps, n_targets, blank, zero_infinity)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Saved, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
         of_scores = torch.ops.autopar.ctc_backward(grads[0], *ctx.saved_tensors, *ctx.how)
         return of_scores, None, None, None, None, None, None
 

@@ -30,7 +30,7 @@ from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 from autopar.words.graph import RowsAt
-from autopar.words.trees import PyTree, Saved
+from autopar.words.trees import Context, PyTree
 
 Shards = Sequence[Sequence[str]]
 Site = int | tuple[int, tuple[RowsAt, ...] | None]
@@ -246,7 +246,7 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Saved, x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float
+        ctx: Context, x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float
     ) -> torch.Tensor:
         from autopar.rules.families import dropout_triton
 
@@ -255,7 +255,7 @@ class _Dropped(torch.autograd.Function):
         return dropout_triton.dropped(x, row, column, threshold, scale)
 
     @staticmethod
-    def backward(ctx: Saved, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from autopar.rules.families import dropout_triton
 
         return dropout_triton.dropped(grads[0], *ctx.saved_tensors, *ctx.numbers), None, None, None, None

@@ -29,18 +29,18 @@ from autopar.torch_private import (
     local_tensor_mode,
 )
 from autopar.words.placements import axis_and_block
-from autopar.words.trees import Saved
+from autopar.words.trees import Context
 
 
 class _Collected(torch.autograd.Function):
     """Stands for a collective in a trial: a tensor of its own, in the backward too, and nothing kept for that."""
 
     @staticmethod
-    def forward(ctx: Saved, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Saved, *grads: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Context, *grads: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(grads[0])
 
 
@@ -149,7 +149,7 @@ class _Greatest(torch.autograd.Function):
     """All-reduce with max, of a constant; spmd-types itself only sums."""
 
     @staticmethod
-    def forward(ctx: Saved, x: torch.Tensor, axis: str) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, axis: str) -> torch.Tensor:
         return _arrived(functional_collectives.all_reduce(x, "max", group_of_axis(axis)))
 
     @staticmethod
@@ -157,7 +157,7 @@ class _Greatest(torch.autograd.Function):
         return rules.all_reduce(rules.reinterpret(x, axis, src=spmd.V, dst=spmd.P), axis, src=spmd.P, dst=spmd.R)
 
     @staticmethod
-    def backward(ctx: Saved, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         raise AssertionError("a maximum across ranks is a constant")
 
 

@@ -33,7 +33,7 @@ from autopar.words.graph import Node
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State
 from autopar.words.shards import local_shape
-from autopar.words.trees import PyTree, Saved
+from autopar.words.trees import Context, PyTree
 
 Shape = tuple[int, ...]
 
@@ -47,12 +47,12 @@ class _Piece(torch.autograd.Function):
     """This rank's slice of the caller's tensor; the caller's gets the slices' gradients put together."""
 
     @staticmethod
-    def forward(ctx: Saved, whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: Context, whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
         ctx.state, ctx.device_mesh, ctx.shape = state, device_mesh, whole.shape
         return local_shard(whole, state, device_mesh).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Saved, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         return joined(grad, ctx.state, ctx.shape, ctx.device_mesh), None, None
 
 

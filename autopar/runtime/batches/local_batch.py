@@ -31,7 +31,7 @@ from autopar.runtime.ranks.agree import mesh_group
 from autopar.runtime.ranks.groups import groups_on
 from autopar.torch_private import pytree
 from autopar.words.placements import State, shard
-from autopar.words.trees import PyTree, Saved
+from autopar.words.trees import Context, PyTree
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -190,7 +190,7 @@ class _LocalBatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Saved, value: torch.Tensor, state: State, shape: tuple[int, ...], local_batch: LocalBatch
+        ctx: Context, value: torch.Tensor, state: State, shape: tuple[int, ...], local_batch: LocalBatch
     ) -> torch.Tensor:  # fmt: skip
         ctx.state, ctx.shape, ctx.local_batch = state, shape, local_batch
         whole = as_dtensor(value, state, shape, local_batch.device_mesh)
@@ -198,7 +198,7 @@ class _LocalBatch(torch.autograd.Function):
         return rows.clone() if rows is value or rows._base is not None else rows
 
     @staticmethod
-    def backward(ctx: Saved, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         local_batch = ctx.local_batch
         rows = grad.contiguous() / local_batch.ranks
         whole = as_dtensor(rows, local_batch.state, ctx.shape, local_batch.device_mesh)

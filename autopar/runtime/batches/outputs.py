@@ -24,7 +24,7 @@ from autopar.torch_private import (
     pytree,
 )
 from autopar.words.placements import REPLICATED, State
-from autopar.words.trees import PyTree, Saved
+from autopar.words.trees import Context, PyTree
 
 IN_SHARDS = (
     "this output is in pieces on the ranks, so all ranks must read it, at the same place in the program; read it on "
@@ -172,11 +172,11 @@ class Unread(torch.Tensor):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Saved, unread: Unread) -> torch.Tensor:
+    def forward(ctx: Context, unread: Unread) -> torch.Tensor:
         return joined(unread._local, unread._state, unread.shape, unread._mesh).clone()
 
     @staticmethod
-    def backward(ctx: Saved, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return grad
 
 
@@ -184,12 +184,12 @@ class _Pending(torch.autograd.Function):
     """A gradient that is whole on every rank, where ranks' gradients are to be added up: one of them gives it."""
 
     @staticmethod
-    def forward(ctx: Saved, x: torch.Tensor, gives: bool) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, gives: bool) -> torch.Tensor:
         ctx.gives = gives
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Saved, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         return grad if ctx.gives else torch.zeros_like(grad), None
 
 
@@ -208,14 +208,15 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Saved, local: torch.Tensor, state: State, shape: Sequence[int], mesh: DeviceMesh, meet: Callable[[], None]
-    ) -> Unread:
+        ctx: Context, local: torch.Tensor, state: State, shape: Sequence[int], mesh: DeviceMesh,
+        meet: Callable[[], None],
+    ) -> Unread:  # fmt: skip
         ctx.state, ctx.device_mesh = state, mesh
         return Unread(local.detach(), state, shape, mesh, meet)
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: Saved, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """Convert a replicated gradient to the form that this rank's shard takes."""
         return local_shard(grad, ctx.state, ctx.device_mesh).contiguous(), None, None, None, None
 

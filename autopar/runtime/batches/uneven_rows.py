@@ -28,7 +28,7 @@ from autopar.runtime.parameters.state import as_dtensor, torch_placements
 from autopar.runtime.ranks.groups import Groups, Wanted, backends, groups_for
 from autopar.torch_private import pytree
 from autopar.words.placements import State
-from autopar.words.trees import Saved
+from autopar.words.trees import Context
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 QUIET_SECONDS = 1.0
@@ -152,7 +152,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Saved, mine: torch.Tensor, counts: Sequence[int], place: int, group: dist.ProcessGroup | None,
+        ctx: Context, mine: torch.Tensor, counts: Sequence[int], place: int, group: dist.ProcessGroup | None,
         order: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
         """Concatenate the rows of all ranks from this rank's."""
@@ -167,7 +167,7 @@ class _Together(torch.autograd.Function):
         return torch.cat([by_rank[i, :n] for i, n in zip(order, counts, strict=True)])
 
     @staticmethod
-    def backward(ctx: Saved, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """Return the part of the gradient for this rank's rows."""
         return grad.narrow(0, ctx.start, ctx.rows), None, None, None, None
 
@@ -177,7 +177,7 @@ class OwnOfUneven(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Saved, value: torch.Tensor, state: State, shape: tuple[int, ...], device_mesh: DeviceMesh,
+        ctx: Context, value: torch.Tensor, state: State, shape: tuple[int, ...], device_mesh: DeviceMesh,
         counts: Sequence[int], place: int,
     ) -> torch.Tensor:  # fmt: skip
         """Return this rank's rows of the whole."""
@@ -187,7 +187,7 @@ class OwnOfUneven(torch.autograd.Function):
         return whole.narrow(0, ctx.start, ctx.rows).clone()
 
     @staticmethod
-    def backward(ctx: Saved, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """Place the gradient of this rank's rows in the whole's, scaled by its share."""
         placed = grad.new_zeros(ctx.shape)
         placed.narrow(0, ctx.start, ctx.rows).copy_(grad * ctx.share)

@@ -21,7 +21,7 @@ from autopar.runtime.gradients.taking_part import InStep, Took
 from autopar.runtime.parameters.prefetch import GatherOrder
 from autopar.runtime.parameters.state import HeldParam, give
 from autopar.torch_private import autograd_engine, current_backward
-from autopar.words.trees import Saved
+from autopar.words.trees import Context
 
 
 class TrainedParams:
@@ -81,14 +81,14 @@ class TrainedParams:
 
 class _Parameters(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Saved, trained: TrainedParams, *_: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, trained: TrainedParams, *_: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.trained = trained
         return torch.empty(0)
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: Saved, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         trained: TrainedParams = ctx.trained
         grads = trained.take()
         trained.silence([param for (_, param), g in zip(trained.pairs, grads, strict=True) if g is None])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from autopar.words.trees import Saved
+from autopar.words.trees import Context
 
 
 class Arrived:
@@ -63,11 +63,11 @@ class _PassedOn(torch.autograd.Function):
     """The identity; its result wants a gradient because the anchor does."""
 
     @staticmethod
-    def forward(ctx: Saved, gradients: list[torch.Tensor], piece: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, gradients: list[torch.Tensor], piece: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         ctx.gradients = gradients
         return piece.view_as(piece)
 
     @staticmethod
-    def backward(ctx: Saved, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
         ctx.gradients[:] = [gradient]
         return None, None, None

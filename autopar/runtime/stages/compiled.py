@@ -26,7 +26,7 @@ from autopar.runtime.parameters.redistribution import apply
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.stages.compiled_order import OneOrder
 from autopar.torch_private import callers_compiler, options_of_compiler
-from autopar.words.trees import PyTree, Saved
+from autopar.words.trees import Context, PyTree
 
 CompileArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of ``torch.compile``."""
@@ -42,14 +42,14 @@ class _Gathered(torch.autograd.Function):
     """The values of a parameter from this rank's piece; its gradient is the leaf's."""
 
     @staticmethod
-    def forward(ctx: Saved, leaf: torch.Tensor, piece: torch.Tensor, held_param: HeldParam) -> torch.Tensor:
+    def forward(ctx: Context, leaf: torch.Tensor, piece: torch.Tensor, held_param: HeldParam) -> torch.Tensor:
         x = piece.to(held_param.dtype) if held_param.casts else piece
         for reshard_step in held_param.reshard_steps:
             x = apply(reshard_step.forward, x, reshard_step)
         return x.clone(memory_format=torch.contiguous_format) if x is piece else x.contiguous()
 
     @staticmethod
-    def backward(ctx: Saved, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grads[0], None, None
 
 
