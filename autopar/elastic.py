@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _visible_devices(number: int) -> list[str] | None:
-    """Return CUDA's names of this machine's devices; None where ranks have none of their own."""
+    """Return CUDA's names of this machine's devices; None if ranks have none of their own."""
     import torch
 
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

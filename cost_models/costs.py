@@ -31,7 +31,7 @@ class OpWork(NamedTuple):
         flops: FLOPs of the forward; a multiply-add counts as two.
         n_bytes: bytes that the forward reads and writes.
         dtype: the dtype of what is computed, such as ``bfloat16``.
-        gemm: ``(m, n, k)`` of a contraction, where it is one; of attention queries, keys that a query sees, and the
+        gemm: ``(m, n, k)`` of a contraction, if it is one; of attention queries, keys that a query sees, and the
             size of a head.
         differentiable: whether there is a backward.
         gradients: the number of factors of a contraction whose gradient the backward computes; 0 for other kinds.
@@ -40,7 +40,7 @@ class OpWork(NamedTuple):
             :func:`hardware_profiles.measurements.op_key`); None for one that communicates inside. To find it
             takes time.
         curve: what the cost model tells apart of a kind, one of ``OP_KINDS`` too, such as ``norm``; the kind itself
-            where this is empty.
+            if this is empty.
         backward_bytes: bytes that the backward reads and writes; for a contraction, those beside its products.
         row: elements of the last dim of what it reads.
         aligned: the inner sizes of a product are multiples of 16 bytes.

@@ -135,9 +135,9 @@ def op_seconds(
         dtype: the type multiplied (``bfloat16``, ...).
         gemm: (m, n, k) where the op is a matrix product of that shape (`flops` may be a multiple of 2 m n k: batches),
             or (queries, keys that a query sees, size of a head).
-        row: elements of a row that is normalized or summed; 0 where that does not matter.
+        row: elements of a row that is normalized or summed; 0 if that does not matter.
         aligned: the inner sizes of a product are multiples of 16 bytes.
-        backward: use the curve of the backward, where there is one.
+        backward: use the curve of the backward, if there is one.
         joins: it runs in the kernel of an op before it. Its launch counts all the same: most kernels written by hand
             join fewer ops than this takes for one.
     """

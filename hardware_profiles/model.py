@@ -76,8 +76,8 @@ class Device:
     `tf32` the one with them. `launch_seconds` is what the host takes to launch an op. `efficiency` maps names of
     CURVES to curves; for MOVING_KINDS the rate is `memory_bytes_per_second`, for the others `peak_flops`. The
     optional `matmul_float8` stands in for `matmul` where 8-bit types are multiplied. `power_watts` is the board's
-    limit; None where a data sheet does not say it. `kernel_seconds` is what a kernel takes at least, where the host
-    launches ahead of the device: an op then takes the longer of launch and kernel. None where the processor that
+    limit; None if a data sheet does not say it. `kernel_seconds` is what a kernel takes at least, where the host
+    launches ahead of the device: an op then takes the longer of launch and kernel. None if the processor that
     launches computes, too: both add up.
 
     `link` names the link into its domain: the `domain` devices that reach each other by it (8 behind the switches

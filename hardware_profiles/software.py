@@ -36,7 +36,7 @@ class Software:
             backward of a step makes them.
         buckets_gradients: beside them, buckets for the reductions hold all gradients that ranks add up, in the format
             in which autograd gives them (torch's DistributedDataParallel).
-        hides_reductions: the fraction of a backward beside which reductions of gradients may run; 0 where they follow
+        hides_reductions: the fraction of a backward beside which reductions of gradients may run; 0 if they follow
             it.
         hides_gathers: the fraction of a pass beside which gathers of parameters may run.
         hides_tensor: the fraction of collectives of tensor parallelism that runs beside products.

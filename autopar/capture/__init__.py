@@ -153,7 +153,7 @@ class WithLoss(torch.nn.Module):
     """``loss_fn(model(*args, **kwargs), *targets)`` as a module: the targets follow the model's positional args.
 
     Args:
-        loss_fn: None where the model's output is wanted.
+        loss_fn: None if the model's output is wanted.
         precision: a policy, under which the model's inputs are cast.
     """
 

@@ -60,7 +60,7 @@ KEEP_POWERS = (
 
 Scaling = Mapping[int, int | None]
 """Of nodes with a number that is another in a part of the batch, the power of the number of microbatches by which it
-is; None where it is no power."""
+is; None if it is no power."""
 Numbers = Mapping[str, float]
 """Values of tensors with one element, by the names of their buffers."""
 Part = tuple[int, str]
@@ -128,7 +128,7 @@ class FollowedRows:
         scaled: what is a sum over rows beside means: places where a tensor is read, ``(node, position)``; and the loss
             itself, ``(-1, 0)``, if it is a sum.
         open_literals: nodes with a number that may follow from the number of rows, or not.
-        loss: what the loss is: MEAN, SUM, FIXED; PER_ROW where that is not known.
+        loss: what the loss is: MEAN, SUM, FIXED; PER_ROW if that is not known.
     """
 
     rows: frozenset[int]
@@ -154,7 +154,7 @@ def followed(
     Args:
         graph: the graph of one batch.
         rows: inputs with rows, by node number.
-        scaling: how the numbers of nodes follow from how many rows there are; None where that is not known.
+        scaling: how the numbers of nodes follow from how many rows there are; None if that is not known.
         numbers: tensors with one element that the model's code makes, by the names of their buffers.
     """
     return _Following(graph, frozenset(rows), scaling, numbers or {}).run()
@@ -359,7 +359,7 @@ class _Following:
         return powers[0]
 
     def _literal(self, i: int, node: Node, name: str) -> int | None:
-        """Return the power of the number that a node has; None where it follows from the rows in another way."""
+        """Return the power of the number that a node has; None if it follows from the rows in another way."""
         numbers = [x for x in node.args[1:] if isinstance(x, (int, float)) and not isinstance(x, bool)]
         if not numbers:
             return 0
@@ -367,7 +367,7 @@ class _Following:
         return power if power is None or name != "div" else -power
 
     def _power_of(self, i: int, number: float) -> int | None:
-        """Return the power of a node's number; where it is not known, note the node if the number may have one."""
+        """Return the power of a node's number; if it is not known, note the node if the number may have one."""
         if self.scaling is not None:
             return self.scaling.get(i, 0)
         number = abs(number)

@@ -3,7 +3,7 @@
 A mean over labels of which some are ignored, a mean weighted by the classes of labels, a sum over the sum of a mask: a
 microbatch has a term of the numerator, and the denominator is the whole batch's. It follows from the inputs alone, so
 it is known before a step begins, and the graph of a microbatch reads it as an input. Then the losses of microbatches,
-each multiplied by its part of the rows, add up to the loss of the batch; also where there are several terms with
+each multiplied by its part of the rows, add up to the loss of the batch; also if there are several terms with
 denominators of their own, where labels weigh unequally, and where in some microbatch nothing counts.
 """
 
@@ -69,7 +69,7 @@ class Totals:
 def with_totals(
     graph: Graph, found: FollowedRows
 ) -> tuple[Graph, Totals | None, dict[int, int]]:
-    """Return the graph of a microbatch that reads the totals of its batch; the same graph where there are none.
+    """Return the graph of a microbatch that reads the totals of its batch; the same graph if there are none.
 
     Returns:
         The graph; what is to be computed ahead; and the new numbers of the nodes of ``graph``.

@@ -44,7 +44,7 @@ class Pass:
             of the other phases, returns a new draft or graph, or the given one where nothing changes.
         reason: why it is there, in one sentence.
         needs: names of passes whose results it takes; they run before it.
-        required: why it cannot be skipped; empty where it can.
+        required: why it cannot be skipped; empty if it can.
     """
 
     name: str
@@ -118,7 +118,7 @@ class PassRun:
 
     Attributes:
         before, after: numbers of nodes.
-        dump: the program behind it, where it was asked for.
+        dump: the program behind it, if it was asked for.
     """
 
     name: str

@@ -133,7 +133,7 @@ def in_pipeline(peaks: Sequence[Peak | None], reports: Sequence[Report], plans: 
     """Return the most that a rank of these stages has at once, from the peaks of one microbatch of each.
 
     One stage runs a microbatch, and all others in flight count with what they keep. Tensors in transit between stages
-    are not counted. None where nothing was counted.
+    are not counted. None if nothing was counted.
     """
     kept = [plan.in_flight * report.kept_bytes for plan, report in zip(plans, reports, strict=True)]
     prices = [report.price for report in reports]
@@ -147,7 +147,7 @@ def in_pipeline(peaks: Sequence[Peak | None], reports: Sequence[Report], plans: 
 
 
 def over_limit(peak: Peak, plan: StagePlan, cluster: Cluster, asked: int | None, said_bytes: int) -> str | None:
-    """Return a message where a step has more at once than the limit of its plan; None where it has not.
+    """Return a message where a step has more at once than the limit of its plan; None if it has not.
 
     Args:
         peak: the peak of the step.

@@ -103,7 +103,7 @@ def check_draws(
         captured: the capture of one microbatch.
         model: the captured one.
         example: the whole batch: inputs, keyword arguments, targets.
-        rows: the rows of the batch; None where it is one microbatch.
+        rows: the rows of the batch; None if it is one microbatch.
         device_type: where the model runs.
 
     Raises:

@@ -82,7 +82,7 @@ class Difference:
 
     @property
     def shows_nothing(self) -> bool:
-        """True where the model magnifies rounding so much that a difference need not be a defect."""
+        """True if the model magnifies rounding so much that a difference need not be a defect."""
         return self.rounding > LIMITS["float64"]
 
     @property

@@ -49,7 +49,7 @@ class Loaded:
 
 
 Load = Callable[[str, Path, int | None, int | None, str], Loaded]
-"""``(spec, file, batch, seq, device)`` -> the model; ``batch`` and ``seq`` are None where nobody asked for any, and on
+"""``(spec, file, batch, seq, device)`` -> the model; ``batch`` and ``seq`` are None if nobody asked for any, and on
 the device ``meta`` nothing is allocated. Raises :class:`~autopar.errors.ModelError`."""
 
 

@@ -92,7 +92,7 @@ def plan_buckets(
 
     @cache
     def like(size: Size, owner: Size) -> StagePlan | None:
-        """Return a bucket's steps with every operator cut as in the plan of another; None where that does not fit."""
+        """Return a bucket's steps with every operator cut as in the plan of another; None if that does not fit."""
         if size == owner:
             return alone[owner]
         again = repriced(graphs[size], cluster, mesh, request, [alone[owner]])
@@ -226,7 +226,7 @@ def relayout_seconds(graph: Graph, src: Layout, dst: Layout, prices: Pricer, opt
 def steps_between(src: State, dst: State) -> list[tuple[int, State, State]]:
     """Return the changes of single axes that bring a stored tensor from one state to another.
 
-    They lead through the whole tensor where there is no other way.
+    They lead through the whole tensor if there is no other way.
     """
     whole = State(INVARIANT for _ in src)
     src, dst = (State(p if p.is_shard else INVARIANT for p in state) for state in (src, dst))
@@ -243,7 +243,7 @@ def _layout(plan: StagePlan) -> Layout:
 def _choices(
     buckets: Sequence[Size], layouts: int, takes: Callable[[Mapping[Size, int]], float]
 ) -> Iterator[dict[Size, int]]:
-    """Ways to give buckets layouts: all, or where they are too many, those on the way down from one layout for all."""
+    """Ways to give buckets layouts: all, or if they are too many, those on the way down from one layout for all."""
     if layouts ** len(buckets) <= MOST_CHOICES:
         for numbers in product(range(layouts), repeat=len(buckets)):
             yield dict(zip(buckets, numbers, strict=True))

@@ -1,7 +1,7 @@
 """Constants of the search: every number by which it trades the quality of a plan for planning time.
 
 Nothing here changes what a plan means or costs; tolerances, units and formats are where they are used. Each field has
-what it does and why, and the measurement that chose it where there is one; ``git log -S`` finds the commit of each.
+what it does and why, and the measurement that chose it if there is one; ``git log -S`` finds the commit of each.
 Seconds are CPU-seconds.
 """
 

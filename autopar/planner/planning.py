@@ -151,7 +151,7 @@ def _on_some_devices(
 
 
 def faster_devices(cluster: Cluster, n: int) -> list[tuple[int, ...]]:
-    """Return sets of the first ``n`` devices without the slower ones; empty where all devices are equally fast.
+    """Return sets of the first ``n`` devices without the slower ones; empty if all devices are equally fast.
 
     There is one for each speed but the lowest, with all devices that are at least as fast; and of the fastest devices
     those of one machine, and one alone.
@@ -217,7 +217,7 @@ def _found(
 
 
 def _taken(captured: Captured, rows: int, request: PlanRequest) -> str:
-    """Return why the batch is not divided when microbatches are left open; empty where it may be."""
+    """Return why the batch is not divided when microbatches are left open; empty if it may be."""
     taken = taken_of_batch(captured.graph)
     if taken or request.input_rows is not None:
         return taken
@@ -250,7 +250,7 @@ def _hint_for_others(
 ) -> str:
     """Return a hint on what would fit a model whose whole batch does not.
 
-    Nothing where the same error ``why`` remains.
+    Nothing if the same error ``why`` remains.
     """
     free = replace(request, whole=False, piped=True, numbers=())
     try:

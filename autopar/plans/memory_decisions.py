@@ -71,7 +71,7 @@ class MemoryDecision:
             )
 
     def price(self, costs: Costs, device: Device, n_bytes: int) -> float:
-        """Return :attr:`seconds`; 0 where the program's own operators and collectives are the price."""
+        """Return :attr:`seconds`; 0 if the program's own operators and collectives are the price."""
         return self.seconds(costs, device, n_bytes) if self.seconds is not None else 0.0
 
 

@@ -122,7 +122,7 @@ class StagePlan:
         memory: what is not kept for the backward, by decision (:mod:`autopar.plans.memory_decisions`): for each the
             segments or the tensors, by :func:`reshard_key`, that it is made for.
         first: name of the first operator that depends on a parameter; a stage ends where the next one begins. Empty
-            where there is none.
+            if there is none.
         devices: ranks, in row-major order of the mesh.
         fullest: when the peak of the price is reached; None if that is when the optimizer steps, or was not looked for.
         peaks: what the peak of the price follows from; None of a plan whose price was not made here.

@@ -203,7 +203,7 @@ def _named(option: str, example: str) -> Callable[[list[str]], dict[str, str]]:
 
 
 def _count(text: str) -> int | None:
-    """Return a whole number that counts something; None where the text is none."""
+    """Return a whole number that counts something; None if the text is none."""
     try:
         return parse_count(text)
     except Unreadable:

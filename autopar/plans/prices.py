@@ -112,7 +112,7 @@ class Crossed(NamedTuple):
     """A tensor that a pipeline's stage gets from another one or gives to others, of one microbatch on one rank.
 
     Attributes:
-        gradient_bytes: the bytes of what goes the other way for it, to or from each peer; 0 where nothing does.
+        gradient_bytes: the bytes of what goes the other way for it, to or from each peer; 0 if nothing does.
         peers: the stage that it comes from, or those that it goes to.
     """
 
@@ -188,7 +188,7 @@ class Fullest(NamedTuple):
 class MicrobatchPeaks(NamedTuple):
     """The most that a microbatch has on one rank while its forward runs, and its backward, in bytes, and when.
 
-    Moments are None where nothing runs.
+    Moments are None if nothing runs.
     """
 
     forward_bytes: int

@@ -260,5 +260,5 @@ def stage_edges_of(graphs: Sequence[StageGraph]) -> tuple[StageEdge, ...]:
 
 
 def first_op(graph: Graph) -> str:
-    """Return the name of the first operator that depends on a parameter; empty where none does."""
+    """Return the name of the first operator that depends on a parameter; empty if none does."""
     return next((node.name for node in graph.nodes if node.kind == "op" and node.hot), "")

@@ -23,7 +23,7 @@ from autopar.words.placements import State
 
 @dataclass(frozen=True)
 class Alternative:
-    """Seconds of one strategy of an op, forward and backward; infinite where its neighbours cannot be reached.
+    """Seconds of one strategy of an op, forward and backward; infinite if its neighbours cannot be reached.
 
     Attributes:
         cuts: axis -> factor; ``replicate`` where none is sharded.

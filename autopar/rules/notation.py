@@ -62,7 +62,7 @@ class Comm:
         in_ring: made once for every other piece of the factor, as the steps of a ring are.
         overlaps: runs beside the operator's compute of the same pass; only what is longer than that takes time.
         repeats: how often it is made, one after the other, as by each step of a loop over time.
-        load: the shares of what ``factor`` cuts, where they are not all alike: the buffer is that of the rank which
+        load: the shares of what ``factor`` cuts, if they are not all alike: the buffer is that of the rank which
             sends or gets most.
         load_of: the factor that has the load, where it is another one.
         from_pieces: the number of pieces of the factor from which on it is made.
@@ -124,11 +124,11 @@ class Lowering:
             (per output dim, the axis names that cut it), so that the draw does not depend on the mesh.
         factors: those that it can cut, one or several at a time.
         comm: the collectives that it makes.
-        uneven: pieces need not be equal; where they are not, ``function`` also gets ``sizes={factor: global size}`` of
+        uneven: pieces need not be equal; if they are not, ``function`` also gets ``sizes={factor: global size}`` of
             all factors that are cut (a random operator's has ``shape``).
         on_one_axis: those of its factors that at most one axis may cut.
         most_work: by the number of pieces of each factor that is cut, what the rank that computes most does, as a
-            multiple of an equal share; None where all have the same.
+            multiple of an equal share; None if all have the same.
         in_parts: the same in three calls, of the arguments of ``function``: one that begins the first collectives, one
             that waits for them, computes and begins the last ones, and one that waits for those and gives the result.
     """
@@ -173,7 +173,7 @@ class Rule:
             no factors, or such that stand in no term either, it cuts what none of the rule stands for, and ``in_as``
             and ``out_as`` say all placements.
         gemm: ``(rows, features, summed, groups)``, the factors of the largest matrix product inside, of which there is
-            one for each group; None where the terms of the rule say it.
+            one for each group; None if the terms of the rule say it.
         needs_some: factors of which every rank must have some: torch's kernels refuse a piece of no elements, or make
             no numbers of it. Of all others a rank may have none (6 over 4 ranks are 2, 2, 2 and 0).
         absent: names of options that such calls have and this one has not, and why: for whoever asks for one.
@@ -227,7 +227,7 @@ class Rule:
             raise RuleError(f"rule '{self}': '{self.curve}' is no curve; one of {', '.join((ADD, *MOVING_KINDS))}")
 
     def lowering(self, cut: Iterable[str]) -> Lowering | None:
-        """Return what replaces the operator where the factors ``cut`` are cut; None where it runs unchanged.
+        """Return what replaces the operator where the factors ``cut`` are cut; None if it runs unchanged.
 
         Raises:
             RuleError: no lowering cuts all of them at once (see :meth:`can_lower`).

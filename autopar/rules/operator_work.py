@@ -60,7 +60,7 @@ def gemm_of(
 
 
 def attention_shape(flops: float, first: Sequence[int], out: Sequence[int]) -> tuple[int, int, int] | None:
-    """Return ``(queries, keys that a query sees, size of a head)``; None where there is nothing to compute.
+    """Return ``(queries, keys that a query sees, size of a head)``; None if there is nothing to compute.
 
     Args:
         flops: 2 for each multiply-add of scores and values.

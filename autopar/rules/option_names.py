@@ -18,7 +18,7 @@ GRADIENTS_PENDING = "R"
 
 @cache
 def factor_and_block(option: str) -> tuple[str, int]:
-    """Return the factor in the name of an option and the elements of its blocks, 0 where it is cut without blocks."""
+    """Return the factor in the name of an option and the elements of its blocks, 0 if it is cut without blocks."""
     factor, _, block = option.partition("*")
     return factor, int(block or 0)
 

@@ -134,10 +134,10 @@ class Node:
             ILP; the others follow demand.
         site: number of the node in the model's graph, where this one is part of a stage: random ops draw by it.
         rows: for a random operator, where the rows of the batch are in what it draws; none where it draws once for all
-            of them, None where that is not known.
+            of them, None if that is not known.
         strides: for a random operator, the strides of the tensor that it draws in eager mode; none of a contiguous one.
         again: number of the region under activation checkpointing whose code made it; -1 for none.
-        load: for routed experts, the share of rows that each has; empty where all have the same. For prices alone: a
+        load: for routed experts, the share of rows that each has; empty if all have the same. For prices alone: a
             plan is for any load.
         narrow: how a product, or a parameter that is a weight of one, takes part in a policy's narrow products; None
             for all else. For prices and bytes alone.
@@ -208,7 +208,7 @@ class Graph:
         precision: the policy for which it was captured: its parameters are stored in another format than it reads.
         expert_load: what its nodes have their loads from, by patterns of modules.
         before: what a call writes to trained parameters before it reads them, such as a mask or a bound: its
-            ``updates`` are their new values, which follow from parameters and buffers alone. None where it writes none.
+            ``updates`` are their new values, which follow from parameters and buffers alone. None if it writes none.
     """
 
     nodes: tuple[Node, ...]

@@ -150,17 +150,17 @@ class State(tuple[Placement, ...]):
 
     @property
     def is_cut(self) -> bool:
-        """True where some axis cuts the tensor."""
+        """True if some axis cuts the tensor."""
         return any(placement.is_shard for placement in self)
 
     @property
     def in_shards(self) -> bool:
-        """True where no rank has the value by itself: some axis cuts it, or its sum is pending."""
+        """True if no rank has the value by itself: some axis cuts it, or its sum is pending."""
         return not all(placement.is_replicated for placement in self)
 
     @property
     def has_units(self) -> bool:
-        """True where some axis cuts a dim into blocks of more than one element."""
+        """True if some axis cuts a dim into blocks of more than one element."""
         return any(placement.unit > 1 for placement in self)
 
     def started(self, grad: bool) -> State:

@@ -156,7 +156,7 @@ class Precision:
 
     @property
     def low(self) -> torch.dtype | None:
-        """The format in which the program computes; None where nothing is cast."""
+        """The format in which the program computes; None if nothing is cast."""
         return None if self.params == OWN else _dtype(self.params)
 
     @property
@@ -166,7 +166,7 @@ class Precision:
 
     @property
     def rounds(self) -> bool:
-        """True where a step computes in other formats than it writes, which torch's optimizers do not."""
+        """True if a step computes in other formats than it writes, which torch's optimizers do not."""
         return self.moments != self.master or self.stochastic_rounding
 
     def stored(self, dtype: str) -> str:

@@ -49,7 +49,7 @@ class ScheduleKind:
         bubble: gives for a degree the share of the other groups' times that a step waits for, all of it in 1F1B.
         drain: gives for a degree the share of earlier groups' last backwards behind which a group's once-a-step work
             hides.
-        fewest, most: stages that a group may hold; most is None where any number may be.
+        fewest, most: stages that a group may hold; most is None if any number may be.
         splits: the backward is computed in halves, so where it cannot be split the bubble is larger.
         by_distance: `in_flight` depends on S - i and m only, so one search finds all numbers of groups.
         usual: searched unless schedules are named. The others cannot win by the price as it is: GPipe takes as long as
@@ -192,7 +192,7 @@ def _fill(name: str, degree: int) -> Fill:
 
 
 def parse_kind(text: str) -> tuple[ScheduleKind, int | None]:
-    """Parse `zb-h1`, or `interleaved-1f1b:4` with the degree of interleaving (None where it is left open).
+    """Parse `zb-h1`, or `interleaved-1f1b:4` with the degree of interleaving (None if it is left open).
 
     An unknown name or a degree that it does not allow raises ValueError.
     """

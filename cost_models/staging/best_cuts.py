@@ -76,7 +76,7 @@ def stage(
 
 
 def _depths(whole: StageTable, fill: Fill, m: int) -> Iterator[int | None]:
-    """Yield the numbers of stages that need a search of their own; None where one search finds them all."""
+    """Yield the numbers of stages that need a search of their own; None if one search finds them all."""
     limit = whole.problem.stage_limit
     if fill.by_distance:
         yield None

@@ -77,7 +77,7 @@ def _attempt(table: StageTable, fill: Fill, m: int, factor: float) -> StagingEst
 
 
 def _least_memory(table: StageTable, fill: Fill, m: int) -> StagingEstimate | None:
-    """Return a plan that fits in nearly the least multiple of the memory; None where none fits in any."""
+    """Return a plan that fits in nearly the least multiple of the memory; None if none fits in any."""
     low, high = 1.0, 2.0
     best = None
     while best is None:

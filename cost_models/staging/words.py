@@ -78,7 +78,7 @@ class StageCost:
 
 
 Cost = Callable[[int, int, Submesh], StageCost | None]
-"""(first block, last block, submesh) -> cost, or None where the blocks cannot run there."""
+"""(first block, last block, submesh) -> cost, or None if the blocks cannot run there."""
 Transfer = Callable[[int, Submesh, Submesh], float]
 """(first block after the cut, from, to) -> seconds of one microbatch's tensors; its gradients take as long back."""
 

@@ -115,7 +115,7 @@ def asked_for_rows_only() -> bool:
 
 
 def rows_are_asked_for(number: str) -> bool:
-    """Check that the branch that is asked for right now may be entered also where there are no rows, and note it.
+    """Check that the branch that is asked for right now may be entered also if there are no rows, and note it.
 
     Args:
         number: torch's name of the number of rows.
@@ -132,7 +132,7 @@ def rows_are_asked_for(number: str) -> bool:
 def take_list(tensor: torch.Tensor, what: str = LIST, only_if: Callable[[Any], bool] = lambda _answer: True) -> Any:
     """Return the example's answer to ``tensor.tolist()``, of integers that follow from inputs alone.
 
-    None where there is none: the example has no values, or the trace was not tried yet without a fixed list.
+    None if there is none: the example has no values, or the trace was not tried yet without a fixed list.
 
     ``what``: :data:`LIST`, or :data:`NUMBER` or :data:`PLACES` where a single integer or a mask is read. ``only_if``:
     which answers are given; of another one there is none.

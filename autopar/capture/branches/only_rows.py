@@ -1,7 +1,7 @@
 """Branches that do nothing but work on the rows of a mask: ``if mask.any(): out[mask] = f(x[mask])``.
 
 Whether such a mask selects any rows does not matter: no rows count as nothing. But ``if mask.any(): count = count + 1``
-does something else too, which a program must not do where there are no rows. Whether a branch does is read from its
+does something else too, which a program must not do if there are no rows. Whether a branch does is read from its
 source: all that it assigns is used in it alone, and all that it writes to are the mask's rows of a tensor. What cannot
 be read so, or does more, is a branch like any other, whose way is checked at every call.
 

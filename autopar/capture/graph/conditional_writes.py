@@ -1,7 +1,7 @@
 """What a branch on whether a mask selects rows writes beside its rows: ``self.calls += 1`` in the forward of an expert.
 
 Such a branch is entered always (:mod:`.selected_rows`). Its own lines do nothing but work on the rows, but modules that
-they call may write to buffers. Those writes are made so that they change nothing where the mask selects no rows.
+they call may write to buffers. Those writes are made so that they change nothing if the mask selects no rows.
 """
 
 from __future__ import annotations

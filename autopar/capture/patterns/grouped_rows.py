@@ -307,7 +307,7 @@ def _are_integers(tensor: torch.Tensor) -> bool:
 
 
 def as_numbers(tensor: object) -> Any:
-    """Return ``tensor.numpy()`` as numbers; None where it is left to torch."""
+    """Return ``tensor.numpy()`` as numbers; None if it is left to torch."""
     if not isinstance(tensor, torch.Tensor) or node_of(tensor) is None or not _are_integers(tensor):
         return None
     if (numbers := list_of_inputs(tensor)) is not None:

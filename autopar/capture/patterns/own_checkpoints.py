@@ -108,7 +108,7 @@ class _Watch(Watch):
 
 
 def as_region(cls: Any, args: Sequence[PyTree], kwargs: PyTree) -> Callable[[], Any] | None:
-    """Return the call of ``cls.apply`` as a region under activation checkpointing; None where it does more.
+    """Return the call of ``cls.apply`` as a region under activation checkpointing; None if it does more.
 
     ``cls``: the Function. ``args``, ``kwargs``: what ``apply`` was called with, where a gradient flows.
     """

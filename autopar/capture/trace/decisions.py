@@ -29,7 +29,7 @@ class Answers:
         given: by site (``file.py:12@8-31``), in the order in which they were given.
         listed: integers that were read as a list, by site.
         steady: names of buffers that the example's forward did not write.
-        observed: the model ran on the example's values; False where there are none.
+        observed: the model ran on the example's values; False if there are none.
     """
 
     given: Mapping[str, Sequence[bool]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Attempt:
         return self.decisions.answers or Answers()
 
     def answer(self, site: str, number: int, rows_are_used: Callable[[], bool]) -> bool | None:
-        """Return the answer to a question of this number at a site; None where the example was not asked there."""
+        """Return the answer to a question of this number at a site; None if the example was not asked there."""
         given = self.answers.given.get(site, ())
         if given:
             return given[min(number, len(given) - 1)]

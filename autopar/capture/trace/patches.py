@@ -48,7 +48,7 @@ class Patch:
     Attributes:
         name: unique among the patches.
         reason: why it is needed, in one sentence.
-        enter: makes the context manager; it is given the recording of a trace, and the traced module or None where a
+        enter: makes the context manager; it is given the recording of a trace, and the traced module or None if a
             model only runs.
         phases: the phases in which it is entered.
     """
@@ -66,7 +66,7 @@ class Handler:
     Attributes:
         name: unique among the handlers.
         reason: why it is needed, in one sentence.
-        make: makes the function that handles calls in one trace; None where this trace needs none.
+        make: makes the function that handles calls in one trace; None if this trace needs none.
         functions: the functions that it handles; None for all, which costs time in every call.
         before: names of handlers that are asked only after this one.
         nested: the functions that it calls come to itself, too.

@@ -1,4 +1,4 @@
-"""``torch.unique`` and ``torch.unique_consecutive`` where it is known how many distinct values there are.
+"""``torch.unique`` and ``torch.unique_consecutive`` if it is known how many distinct values there are.
 
 Their size depends on values. Where it is known, the values stand where one differs from the one before, and the places
 are found anew in each run.

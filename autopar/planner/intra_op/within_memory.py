@@ -45,7 +45,7 @@ class WithinMemory:
         moments: those that are rows of the program, by number.
         bound: seconds that no choice within the limit beats, as far as the relaxation says; infinite if nothing fits.
         fewest: bytes that the relaxation has at least, and the choice nearest to that, where state leaves little room.
-        ends: where the simplex method ended in earlier programs of this kind, from where it goes on; None where there
+        ends: where the simplex method ended in earlier programs of this kind, from where it goes on; None if there
             are none, and will be none.
         fitting: the fastest plan within the limit of all that were finished, whatever for.
         otherwise: gives a plan that fits and was found in another way, if there is one: asked before the smallest plan

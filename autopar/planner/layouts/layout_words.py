@@ -73,7 +73,7 @@ class Layout:
         shards: ranks of ``dp`` that share parameters, where these are not all of it (``fsdp=8``); else 1.
         groups: ``pp``; ``chunks``: ``vp``.
         rows: the rows of a microbatch on every data rank.
-        microbatches: the number of them in a step; None where ``rows`` says it.
+        microbatches: the number of them in a step; None if ``rows`` says it.
         is_default: neither was given, so that ``rows`` is 1.
         routed: a word that needs routed experts, such as ``etp=1``; empty for none.
         recompute: ``none``; or the recomputed blocks, ``full``, ``full:2``, ``every:2``, ``selective:self_attn``.

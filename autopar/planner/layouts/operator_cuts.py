@@ -255,7 +255,7 @@ class OperatorCuts:
         return [(root, self.classes.factors_of[root]) for root in roots]
 
     def _why_not(self, root: Element, factors: Sequence[Element], cut: Mapping[int, str], size: int) -> str:
-        """Return why a class of features cannot be cut as Megatron-LM cuts them; nothing where it can."""
+        """Return why a class of features cannot be cut as Megatron-LM cuts them; nothing if it can."""
         if root in self.classes.batch or root in self.classes.given:
             return "it is a dim of the model's inputs"
         made = ends = 0

@@ -28,7 +28,7 @@ from autopar.rules.families.sharded_random import Shards, Site, dropping, hashes
 from autopar.words.shards import nested_shard_of
 
 Hashes = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Of queries and of keys; None where there is no dropout."""
+"""Of queries and of keys; None if there is no dropout."""
 
 
 class Draw(NamedTuple):
@@ -52,7 +52,7 @@ class Going:
     """The route of one call of attention round its ring.
 
     Attributes:
-        ring: the axis that keys and values travel round; None where a rank has them all.
+        ring: the axis that keys and values travel round; None if a rank has them all.
         group: the process group of that axis.
         number, pieces: this rank's number on `ring`, and how many ranks that has.
         row_cuts: ``(size, unit)`` of the axes that cut the queries.

@@ -54,7 +54,7 @@ class SumOfParts:
         at += part
 
     def total(self) -> torch.Tensor:
-        """Return the sum; zeros where nothing was added."""
+        """Return the sum; zeros if nothing was added."""
         if self._total is None:
             return torch.zeros_like(self._like, dtype=precision_of_sums(self._like))
         for gap in self._places.first_time(self._all):

@@ -106,7 +106,7 @@ def in_a_fork(fn: Callable[[], Result]) -> Result:
 
 
 def _read(reader: int, end: float) -> bytes | None:
-    """Read all that is written; None where that takes until ``end``."""
+    """Read all that is written; None if that takes until ``end``."""
     parts: list[bytes] = []
     while (left := end - time.monotonic()) > 0:
         if select.select([reader], [], [], left)[0]:

@@ -35,7 +35,7 @@ any dim, else what can be divided by, else more of them, for what is the same fo
 
 @dataclass(frozen=True)
 class Small:
-    """``sample`` is a call that can be tried; ``as_it_is`` the call itself, where it is not too large to be."""
+    """``sample`` is a call that can be tried; ``as_it_is`` the call itself, if it is not too large to be."""
 
     sample: Sample
     as_it_is: Sample | None
@@ -167,7 +167,7 @@ class _Trial:
     def shapes(
         self, mapped: Mapping[int, int], whole_numbers: frozenset[int] = frozenset()
     ) -> tuple[tuple[int, ...] | None, ...] | None:
-        """Return the shapes of the outputs; None where the operator refuses, or returns no numbers or no tensors."""
+        """Return the shapes of the outputs; None if the operator refuses, or returns no numbers or no tensors."""
         try:
             outs = self._called(mapped, whole_numbers)
         except REFUSALS:

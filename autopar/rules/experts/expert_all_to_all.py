@@ -31,7 +31,7 @@ class Trip:
             ones, which have fewer or none where the ranks do not divide them.
         axis: the axis of the ambient mesh.
         busiest: for tensors without values: the number on the axis of the rank that gets most rows, and the share of
-            rows that each gets; None where all get as many.
+            rows that each gets; None if all get as many.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Passage:
         home: whether they go back.
 
     Attributes:
-        waits_for: gives what arrives, of the forward or the backward that is under way; None where none is.
+        waits_for: gives what arrives, of the forward or the backward that is under way; None if none is.
     """
 
     def __init__(self, trip: Trip, rows: torch.Tensor, home: bool) -> None:

@@ -2,7 +2,7 @@
 
 What stands between the products of all rows at once can be larger than any cache, and memory of that size is taken from
 the system, page by page, each time. Rows of one expert are a fraction of it, whose memory is used again. On GPUs, and
-where there are few rows, one call for all experts is quicker.
+if there are few rows, one call for all experts is quicker.
 
 The gradients of an expert's matrices are computed in their place in the gradient of all.
 """
@@ -102,7 +102,7 @@ class _Product(torch.autograd.Function):
 def one_after_the_other(
     rows: Sequence[torch.Tensor], ends: torch.Tensor, body: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
 ) -> torch.Tensor | None:
-    """Compute a block on rows in the order of their experts; None where no expert has any.
+    """Compute a block on rows in the order of their experts; None if no expert has any.
 
     Args:
         rows: tensors [rows ...], in that order.

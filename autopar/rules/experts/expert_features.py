@@ -44,7 +44,7 @@ class Features:
 
 
 def features_of(steps: Sequence[Any], ins: Sequence[Spec]) -> Features | None:
-    """Return the features of a block; None where its matrices cannot be cut by features.
+    """Return the features of a block; None if its matrices cannot be cut by features.
 
     Args:
         steps: the steps of the block's program (:class:`~autopar.rules.experts.expert_block.Body`).

@@ -230,7 +230,7 @@ def own_experts(
 def most_rows(call: Call, name: str, n_experts: int) -> Callable[[Mapping[str, int | Fraction]], float] | None:
     """Return the work of the busiest rank as a multiple of its share of the experts.
 
-    None where the load is unknown or equal.
+    None if the load is unknown or equal.
 
     Args:
         name: the name of the option that cuts experts.

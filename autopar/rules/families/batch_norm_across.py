@@ -37,7 +37,7 @@ class _Way:
     Attributes:
         axes: those that cut the batch or space, in the order in which their ranks' statistics are put together.
         groups: their process groups.
-        weights: for each axis what part of the elements each of its ranks has, [ranks]; None where all have as many.
+        weights: for each axis what part of the elements each of its ranks has, [ranks]; None if all have as many.
         n: elements of a channel, on all ranks.
     """
 
@@ -56,7 +56,7 @@ def _precise(x: torch.Tensor) -> torch.Tensor:
 
 
 def _moments(x: torch.Tensor) -> torch.Tensor:
-    """Mean and biased variance of each channel, [2 c]; zeros where there is nothing."""
+    """Mean and biased variance of each channel, [2 c]; zeros if there is nothing."""
     z = _precise(x)
     if not x.numel():
         return z.new_zeros(2, x.shape[1])

@@ -95,7 +95,7 @@ def ctc_of_rows(
     Args:
         scores: log-probabilities [steps rows classes].
         targets: classes [rows most], or those of all rows one behind the other [sum of n_targets].
-        there: bool [rows most], which of a row's ``targets`` are targets; None where they are the first ones.
+        there: bool [rows most], which of a row's ``targets`` are targets; None if they are the first ones.
         n_steps, n_targets: the numbers of each row, int [rows].
         blank: the class that stands for none.
         zero_infinity: gradients of rows that cannot be aligned are zero.

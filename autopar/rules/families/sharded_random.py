@@ -35,7 +35,7 @@ from autopar.words.trees import Context, PyTree
 Shards = Sequence[Sequence[str]]
 Site = int | tuple[int, tuple[RowsAt, ...] | None]
 """The number of a call; and, unless it draws once for all rows of the batch, where these are in what it draws (None
-where that is not known: then each microbatch draws numbers of its own)."""
+if that is not known: then each microbatch draws numbers of its own)."""
 NOT_FIRST = 1 << 32
 """More than any dim has elements: the stride of a second dim that has rows."""
 
@@ -138,7 +138,7 @@ def in_batch(
     Along a dim with rows, the row comes first.
 
     Args:
-        seed: the seed of the microbatch; None where it is the batch.
+        seed: the seed of the microbatch; None if it is the batch.
     """
     moved = list(places)
     for d, outer, n, inner in rows:

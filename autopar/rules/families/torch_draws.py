@@ -94,7 +94,7 @@ def _dense(shape: Sequence[int], order: Sequence[int]) -> list[int]:
 
 
 def whole_draw(node: Node, spec_of: Callable[[Ref], Spec]) -> WholeDraw | None:  # noqa: C901  (a case for each random operator)
-    """Return what eager mode draws for a random operator; None where it draws nothing.
+    """Return what eager mode draws for a random operator; None if it draws nothing.
 
     Raises:
         CaptureError: it is not known how torch draws it.
@@ -214,7 +214,7 @@ class TorchDraws:
 
     Attributes:
         states: the states of the generator before each draw, by number of the node.
-        rows: the rows of the batch; None where the call is for all of it.
+        rows: the rows of the batch; None if the call is for all of it.
         place: the place of the rows of a microbatch in the batch, int64 [4], as
             :func:`~autopar.rules.families.sharded_random.seed_at` gives it.
     """

@@ -47,7 +47,7 @@ class _Collected(torch.autograd.Function):
 def sends_on(axis: str) -> Any:
     """Return the process group of an axis for :func:`permuted`; None in a trial.
 
-    A backward may use it where there is no ambient mesh.
+    A backward may use it if there is no ambient mesh.
     """
     return None if TRIAL.get() is not None else group_of_axis(axis_and_block(axis)[0])
 

@@ -212,7 +212,7 @@ def _part(n: int, axes: Axes, x: torch.Tensor) -> torch.Tensor:
 def weights_on(n: int, axes: Axes, k: int, device: torch.device) -> torch.Tensor:
     """Return each rank's share on axis ``k`` of the ``n`` elements that ``axes`` cut one after the other.
 
-    float64 [ranks], V on the axes before; all zeros where they have none.
+    float64 [ranks], V on the axes before; all zeros if they have none.
     """
     sizes = [size_and_unit(axis)[0] for axis in axes]
     if TRIAL.get() is not None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import spmd_types as spmd
 
 TRIAL: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("trial", default=None)
-"""Sizes of the axes in a trial; None where there are ranks."""
+"""Sizes of the axes in a trial; None if there are ranks."""
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ class ToOther(NamedTuple):
     """A message of :func:`~.collective_helpers.permuted` on an axis.
 
     Attributes:
-        beside: the call whose compute it runs beside, in its forward or its backward; None where that waits for it.
+        beside: the call whose compute it runs beside, in its forward or its backward; None if that waits for it.
         times: how many messages like it are sent, where a lowering makes some of its equal steps only.
     """
 
@@ -67,7 +67,7 @@ class Counted:
     """The work of lowerings while :func:`as_last_rank` is entered.
 
     Args:
-        flops_so_far: how many multiplications and additions were counted; None where nobody counts them.
+        flops_so_far: how many multiplications and additions were counted; None if nobody counts them.
 
     Attributes:
         messages: the messages that were sent, of which none arrives.
@@ -96,7 +96,7 @@ class Counted:
 
 
 COUNTED: contextvars.ContextVar[Counted | None] = contextvars.ContextVar("counted", default=None)
-"""Where what lowerings do is counted; None where nobody counts."""
+"""Where what lowerings do is counted; None if nobody counts."""
 
 
 @contextlib.contextmanager

@@ -177,7 +177,7 @@ class _EachRank(torch.autograd.Function):
 
 
 def _of_all_ranks(gradients: dict[int, torch.Tensor | None]) -> LocalTensor | None:
-    """Join the gradients of one input on every rank; None where a rank has none."""
+    """Join the gradients of one input on every rank; None if a rank has none."""
     pieces = {rank: gradient.detach() for rank, gradient in gradients.items() if gradient is not None}
     return LocalTensor(pieces) if len(pieces) == len(gradients) else None
 

@@ -196,7 +196,7 @@ def _pass(
 
 
 def _by_tensor(ranks: Sequence[Sequence[torch.Tensor | None]], where: str) -> list[list[torch.Tensor] | None]:
-    """Regroup lists of tensors by rank into lists by tensor; None where ranks have none."""
+    """Regroup lists of tensors by rank into lists by tensor; None if ranks have none."""
     if len({len(of_rank) for of_rank in ranks}) != 1:
         raise RuleIsWrong(f"{where}: ranks give {', '.join(str(len(of_rank)) for of_rank in ranks)} tensors")
     result: list[list[torch.Tensor] | None] = []

@@ -55,8 +55,8 @@ class RowsOfRanks:
     Attributes:
         ranks: how many parts it has.
         place: which of them this rank's is.
-        exchange: tells before each call how many rows each rank has; None where all have equally many.
-        counts: rows of each part in the last call, where they were not equally many.
+        exchange: tells before each call how many rows each rank has; None if all have equally many.
+        counts: rows of each part in the last call, if they were not equally many.
         without: inputs without rows, by name (:func:`~autopar.capture.microbatches.leaves_of_call`).
     """
 
@@ -77,7 +77,7 @@ class RowsOfRanks:
     ) -> list[int] | None:
         """Return each rank's number of rows if they are unequal.
 
-        None where they are equal, or where the call has DTensors or nothing with rows. All ranks call it before each
+        None if they are equal, or where the call has DTensors or nothing with rows. All ranks call it before each
         call.
         """
         self.counts = None
@@ -113,7 +113,7 @@ class LocalBatch(RowsOfRanks):
     def put_together(
         self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], logs: Sequence[CollectiveLog]
     ) -> Call | None:
-        """Return the call with all rows of all ranks if their numbers are unequal; None where they are equal.
+        """Return the call with all rows of all ranks if their numbers are unequal; None if they are equal.
 
         All ranks call it before each call that is not of DTensors.
 

@@ -63,7 +63,7 @@ class RowsInStages(RowsOfRanks):
     def put_together(
         self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], logs: Sequence[CollectiveLog], everyone: Any
     ) -> Call | None:
-        """Return the call with the rows of the whole batch if its parts are unequal; None where they are equal.
+        """Return the call with the rows of the whole batch if its parts are unequal; None if they are equal.
 
         All ranks call it before each step.
 

@@ -169,7 +169,7 @@ class Calls:
 
     Args:
         group: the process group of the module's ranks.
-        device_mesh: the mesh on which inputs may be slices; None where every rank passes everything.
+        device_mesh: the mesh on which inputs may be slices; None if every rank passes everything.
         alone: there is one rank.
         stages: the meshes on which this rank holds parameters.
         reader: for messages; see :func:`first_readers`.

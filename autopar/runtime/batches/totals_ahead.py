@@ -136,7 +136,7 @@ def _whole(ahead: Ahead, terms: Sequence[torch.Tensor], shares: Sequence[float],
 
 
 def totals_ahead(captured: Captured, device: torch.device) -> TotalsAhead | None:
-    """Return what computes the inputs of a captured microbatch ahead of it; None where there are none."""
+    """Return what computes the inputs of a captured microbatch ahead of it; None if there are none."""
     if captured.totals is None:
         return None
     nodes = {node.name: node for _, node in captured.graph.of_kind("input")}

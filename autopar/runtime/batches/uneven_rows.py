@@ -55,7 +55,7 @@ class Exchange:
 
     @staticmethod
     def of(ranks: Sequence[int]) -> Exchange | None:
-        """Return the exchange of some ranks, in the order of their mesh; None where the world has no CPU backend."""
+        """Return the exchange of some ranks, in the order of their mesh; None if the world has no CPU backend."""
         groups = groups_for(torch.device("cpu"), ranks)
         return Exchange(ranks, groups) if "cpu" in backends() and groups.possible else None
 

@@ -562,7 +562,7 @@ def _unlike(
     kind: str, things: str, ours: Mapping[str, Any], there: Mapping[str, tuple[int, ...] | None],
     missing: Sequence[str], unexpected: Sequence[str],
 ) -> str:  # fmt: skip
-    """Say in what a save is of another model or optimizer than this one; empty where it is of this one."""
+    """Say in what a save is of another model or optimizer than this one; empty if it is of this one."""
     problems = []
     if missing:
         problems.append(f"{len(missing)} of {len(ours)} {things} are not among its {len(there)}: {first_few(missing)}")

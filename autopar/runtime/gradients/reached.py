@@ -21,7 +21,7 @@ ReachedBy = Callable[[torch.Tensor], Reached]
 def reached_by(graph: Graph, device: torch.device) -> ReachedBy | None:
     """Return a function from the seed of a training forward to what the gradient of the loss reaches in it.
 
-    None where it is the same in all forwards, because the graph has no branches on random numbers.
+    None if it is the same in all forwards, because the graph has no branches on random numbers.
     """
     conditions = tuple(dict.fromkeys(node.refs[0] for node in graph.nodes if is_open(node)))
     if not conditions or graph.loss is None:

@@ -102,7 +102,7 @@ class Gradients:
         clean: nothing is left of an earlier backward.
         defer: more microbatches of this step follow, so what need not be reduced yet is not.
         accumulating: earlier microbatches of this step have left gradients.
-        took: what took part in the last forward; None where all parameters always do.
+        took: what took part in the last forward; None if all parameters always do.
         in_step: what took part in the forwards whose gradients are added up.
     """
 

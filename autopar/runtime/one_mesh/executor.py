@@ -140,7 +140,7 @@ class MeshRun(ParallelRun):
 
     @property
     def totals(self) -> TotalsAhead | None:
-        """What gives the inputs of the program that are computed ahead of a step; None where it has none."""
+        """What gives the inputs of the program that are computed ahead of a step; None if it has none."""
         if self.totals_kept is None:
             self.totals_kept = (totals_ahead(self.captured, self.device),)
         return self.totals_kept[0]

@@ -125,7 +125,7 @@ def _rows_between(batch: Call, rows: int, begin: int, length: int, without: Coll
 
 
 def _uneven(pm: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], count: int | None) -> list[Run] | None:
-    """Return the runs of a batch whose rows do not divide; None where they do, or it cannot be known what has rows."""
+    """Return the runs of a batch whose rows do not divide; None if they do, or it cannot be known what has rows."""
     planned = pm.planned
     try:
         rows = rows_of((args, kwargs), no_rows_in(planned))

@@ -147,7 +147,7 @@ class PipelineRun(ParallelRun):
 
     @property
     def rows(self) -> RowsInStages | None:
-        """How this step's rows lie on the ranks; None where each of them has all of them."""
+        """How this step's rows lie on the ranks; None if each of them has all of them."""
         return (
             self.local_batch
             if self.local_batch is not None and self.local_batch.counts is None

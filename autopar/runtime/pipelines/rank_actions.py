@@ -99,7 +99,7 @@ class Work:
             seeds: the seeds of random operators, for each microbatch.
             shown: what messages call the inputs.
             callers: the caller's tensors, by input name; :attr:`input_gradients` has theirs then.
-            reached: what has a gradient in each microbatch; None where all that wants one does.
+            reached: what has a gradient in each microbatch; None if all that wants one does.
             scale: the scale by which the gradients are multiplied.
 
         Returns:

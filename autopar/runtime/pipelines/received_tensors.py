@@ -41,7 +41,7 @@ class Arrived:
         self._gradients[:] = [] if gradient is None else [gradient]
 
     def gradient_or_zeros(self) -> torch.Tensor:
-        """Return the gradient; zeros where no backward came."""
+        """Return the gradient; zeros if no backward came."""
         gradient = self.gradient
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if gradient is None else gradient
 

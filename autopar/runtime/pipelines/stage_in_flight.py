@@ -35,7 +35,7 @@ class _Microbatch:
     Attributes:
         arrived: by name, of tensors of earlier stages whose gradients these want, and of inputs that want one.
         outputs: by position among the stage's outputs, where gradients from later stages enter the graph of autograd.
-        reached: what has a gradient in this microbatch; None where all that wants one does.
+        reached: what has a gradient in this microbatch; None if all that wants one does.
     """
 
     arrived: dict[str, Arrived]
@@ -111,7 +111,7 @@ class Flight:
 
         Args:
             batch: the model's inputs of the microbatch, whole; messages call them as ``shown`` says.
-            reached: what will have a gradient; None where all that wants one does.
+            reached: what will have a gradient; None if all that wants one does.
         """
         with spmd.set_current_mesh(self.stage.device_mesh):
             arrived: dict[str, Arrived] = {}

@@ -62,7 +62,7 @@ class Groups:
 
     Attributes:
         ranks: all that make them, in ascending order: the whole world, or the ranks of a mesh that is a part of it.
-        made: the groups, in the order in which all of these ranks made them; None where this rank is not in one.
+        made: the groups, in the order in which all of these ranks made them; None if this rank is not in one.
         aborted: this rank has aborted them; no operation on them is possible any more.
         generation: how often all of them have been made anew since.
     """

@@ -133,7 +133,7 @@ def _context(env: Mapping[str, str] | None, backend: str = "gloo") -> Any:
     """Return the context that starts ranks: forked from a server process that has imported torch and autopar only.
 
     A fresh interpreter for every rank imports them again, which takes 2.5 CPU-seconds, one of them autopar's. Variables
-    of the caller's own may have to be there at the start of the interpreter, so with them, and where there is no fork,
+    of the caller's own may have to be there at the start of the interpreter, so with them, and if there is no fork,
     ranks are spawned. So are those on GPUs: one library among those that the server imports that asks whether there is
     a GPU would begin CUDA's driver there, and no forked process can use it then.
     """

@@ -79,7 +79,7 @@ class Presence:
         self.store.compare_set("news", "", news)
 
     def news(self) -> str:
-        """Say why this call cannot end well; empty where nothing is known."""
+        """Say why this call cannot end well; empty if nothing is known."""
         return self.store.get("news").decode() if self.store.check(["news"]) else ""
 
     def after_loss(self) -> str:
@@ -144,7 +144,7 @@ def within(ranks: tuple[int, ...]) -> bool:
 
 
 def news_of(ranks: tuple[int, ...]) -> str:
-    """Say why one of these ranks, which are in a call together, comes no more; empty where nothing is known."""
+    """Say why one of these ranks, which are in a call together, comes no more; empty if nothing is known."""
     here = _within.get(ranks)
     return here.news() if here is not None else ""
 

@@ -175,7 +175,7 @@ def sent(store: dist.Store, key: str, text: str) -> None:
 
 
 def received(store: dist.Store, key: str, keep: bool = False) -> str | None:
-    """Take the text stored under a key, and remove it unless others want it; None where it is not there yet."""
+    """Take the text stored under a key, and remove it unless others want it; None if it is not there yet."""
     if not store.check([f"{key}pieces"]):
         return None
     names = [f"{key}piece {i}" for i in range(int(store.get(f"{key}pieces")))]

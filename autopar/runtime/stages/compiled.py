@@ -60,7 +60,7 @@ def compiled(
 
     Args:
         gathered: the parameters that it gathers for each use.
-        order: the order of its collectives, which the ranks compare; None where there is one rank.
+        order: the order of its collectives, which the ranks compare; None if there is one rank.
     """
     names = {slot.name for slot in program.slots}
     assert all(held_param.name in names for held_param in gathered)

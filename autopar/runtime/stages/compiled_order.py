@@ -83,7 +83,7 @@ def _along(group: dist.ProcessGroup, axes: Sequence[str], places: Places) -> str
 
 
 def difference(orders: Sequence[tuple[int, Order]]) -> str:
-    """Say how the collectives of some ranks differ; empty where they do not.
+    """Say how the collectives of some ranks differ; empty if they do not.
 
     Args:
         orders: ranks with theirs.
@@ -108,7 +108,7 @@ class OneOrder:
     """The order of collectives of one compiled program on the ranks of a mesh.
 
     Args:
-        heard: what is known of a rank that failed, for which it is in vain to wait; empty where nothing is.
+        heard: what is known of a rank that failed, for which it is in vain to wait; empty if nothing is.
     """
 
     def __init__(self, device_mesh: DeviceMesh, heard: Callable[[], str]) -> None:

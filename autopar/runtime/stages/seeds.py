@@ -91,7 +91,7 @@ class Seeds:
         Args:
             group: the group of all ranks that run the module together; None for one rank.
             first: the rank in it whose generator counts.
-            alike: whether this rank's generator was seeded as the first rank's; None where all ranks are to find out.
+            alike: whether this rank's generator was seeded as the first rank's; None if all ranks are to find out.
         """
         self.group, self.first, self.device = group, first, device
         self.recorded: Callable[[PlaceInBatch | None], torch.Tensor] | None = None

@@ -60,7 +60,7 @@ class Buckets:
         model_args: how many positional arguments it takes in a call, where targets of a loss function follow.
         dims: for every leaf that is padded, which of its dims are rows and which are as long as the call.
         fill: values for leaves that are not padded with zeros.
-        templates: shapes of the model's outputs; None where they are not known, and stay as they are.
+        templates: shapes of the model's outputs; None if they are not known, and stay as they are.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ PROGRAM = (
 
 
 def differs(old: Captured, new: Captured) -> str:
-    """Say how two captures differ other than in literals; empty where they do not."""
+    """Say how two captures differ other than in literals; empty if they do not."""
     a, b = old.graph, new.graph
     if len(a.nodes) != len(b.nodes):
         return f"{len(b.nodes)} operators and inputs, and had {len(a.nodes)}"

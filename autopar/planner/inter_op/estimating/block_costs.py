@@ -183,7 +183,7 @@ class Menus:
         return min(w.seconds for w in self.fastest_of(block, mesh, devices))
 
     def fastest_of(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[BlockOption, ...]:
-        """Return all options, where they are known; else the fastest alone, for a small part of the time.
+        """Return all options, if they are known; else the fastest alone, for a small part of the time.
 
         Where memory does not bind, no other is of interest.
         """

@@ -50,7 +50,7 @@ class Equal:
         shapes: meshes of a group, by its number of devices.
         memory_bytes: what may be filled of a device of each type.
         groups: how many; None for any number.
-        floors: by number of the pool and mesh, seconds that the commonest block takes at least, where they are known:
+        floors: by number of the pool and mesh, seconds that the commonest block takes at least, if they are known:
             what is too slow at that is not planned at all.
         best_known: the estimated seconds of a step found elsewhere, with which cuts compete.
         far: a mesh is looked at further if its bound is within this factor of the best estimate.
@@ -194,7 +194,7 @@ class Equal:
 
     @cached_property
     def _alone(self) -> list[dict[int, float]]:
-        """Seconds of every kind of block on one device of each pool, 0 where the cost source gives no bound.
+        """Seconds of every kind of block on one device of each pool, 0 if the cost source gives no bound.
 
         A part of a cut operator never takes less than its share (:mod:`cost_models.operator_cost`).
         """

@@ -189,7 +189,7 @@ class Fillers:
     def of(
         self, mesh: Mesh, devices: Sequence[int], only: int | None = None, chunks: int = 1, fastest: bool = False
     ) -> Filler | None:  # fmt: skip
-        """Return the filler of a mesh with ``chunks`` stages a group; None where a block cannot be planned on it."""
+        """Return the filler of a mesh with ``chunks`` stages a group; None if a block cannot be planned on it."""
         key = mesh, tuple(devices), only, chunks, fastest
         if key not in self._fillers:
             menus = menus_of(self.menus, self.blocks, mesh, devices, only, fastest)

@@ -60,7 +60,7 @@ class Builder:
         choose_recompute: let operators be recomputed in the backward instead of keeping what they make.
         choose_memory: let gathered copies be regathered in the backward instead of being kept, and results be
             given up by decisions about tensors.
-        blocks: names of the operators with which blocks begin, where they are known.
+        blocks: names of the operators with which blocks begin, if they are known.
     """
 
     graph: Graph

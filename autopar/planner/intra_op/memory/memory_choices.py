@@ -31,7 +31,7 @@ class MemoryOffers:
     Attributes:
         segment_of: numbers of the segments that were asked to be recomputed, by operator: nothing is offered there.
         whole: the ledger of global tensors.
-        blocks: names of the operators with which blocks begin, where they are known.
+        blocks: names of the operators with which blocks begin, if they are known.
         arrivals: the states in which an input may arrive.
     """
 
