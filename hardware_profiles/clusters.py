@@ -363,7 +363,7 @@ def _torus_links(table: Table, builder: _Builder, n_devices: int) -> _InnerLinks
 
 
 def _pair_links(table: Table, builder: _Builder, n_devices: int) -> _InnerLinks:
-    """Add the links of ``pairs = { link = "xgmi3", of = 8 }`` between all devices of each such group."""
+    """Add the links of ``pairs = { link = "xgmi3", of = 8 }`` between all devices of each group of ``of`` devices."""
     if not table.has("pairs"):
         return []
     inner = table.table("pairs")

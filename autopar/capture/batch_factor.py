@@ -111,7 +111,7 @@ class Trouble:
 
     @property
     def is_of_inputs(self) -> bool:
-        """Return whether it comes from what an input means, not from what the model computes of it."""
+        """Return whether the trouble comes from what an input means, not from what the model computes of it."""
         return self.kind == "index" or (self.kind == "beside" and bool(self.others))
 
 
@@ -142,14 +142,14 @@ class FollowedRows:
 
     @property
     def is_proved(self) -> bool:
-        """True where microbatches of these rows add up to the loss of the batch."""
+        """True if microbatches of `rows` add up to the loss of the batch."""
         return not self.troubles and not self.open_literals and self.loss in (MEAN, SUM)
 
 
 def followed(
     graph: Graph, rows: Collection[int], scaling: Scaling | None = None, numbers: Numbers | None = None
 ) -> FollowedRows:
-    """Follow the rows of these inputs through a graph.
+    """Follow the rows of the inputs in `rows` through a graph.
 
     Args:
         graph: the graph of one batch.

@@ -192,9 +192,9 @@ def _content(cell: types.CellType) -> tuple[object, ...]:
 
 
 def _leads_to(originals: set[int], values: Iterable[object], free: set[int], weakly: bool = True) -> bool:
-    """Check whether one of these values is, holds or reads one of these objects; other modules are not looked into.
+    """Check whether one of `values` is, holds or reads one of `originals`; other modules are not looked into.
 
-    ``free`` has ids of objects that do not; those that are seen here are added. With ``weakly``, weak references count.
+    ``free`` has ids of objects that do not; those seen here are added. With ``weakly``, weak references count.
     """
     todo, seen = list(values), set()
     while todo:

@@ -130,7 +130,7 @@ def has_backward(graph: Graph) -> bool:
 
 
 def in_pipeline(peaks: Sequence[Peak | None], reports: Sequence[Report], plans: Sequence[StagePlan]) -> Peak | None:
-    """Return the most that a rank of these stages has at once, from the peaks of one microbatch of each.
+    """Return the most that a rank has at once, from the peaks of one microbatch of each of its stages.
 
     One stage runs a microbatch, and all others in flight count with what they keep. Tensors in transit between stages
     are not counted. None if nothing was counted.

@@ -71,7 +71,7 @@ FRONTENDS: dict[str, Frontend] = {}
 
 
 def frontend(form: str) -> Callable[[Load], Load]:
-    """Register a function as the frontend of specs of this form, such as ``hf:PATH.json``."""
+    """Register a function as the frontend of specs of `form`, such as ``hf:PATH.json``."""
 
     def register(load: Load) -> Load:
         FRONTENDS[form.partition(":")[0] + ":"] = Frontend(form, load)

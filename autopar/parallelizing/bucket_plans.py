@@ -243,7 +243,7 @@ def _layout(plan: StagePlan) -> Layout:
 def _choices(
     buckets: Sequence[Size], layouts: int, takes: Callable[[Mapping[Size, int]], float]
 ) -> Iterator[dict[Size, int]]:
-    """Ways to give buckets layouts: all, or if they are too many, those on the way down from one layout for all."""
+    """Return ways to give buckets layouts: all or, if too many, those on the way down from one layout for all."""
     if layouts ** len(buckets) <= MOST_CHOICES:
         for numbers in product(range(layouts), repeat=len(buckets)):
             yield dict(zip(buckets, numbers, strict=True))

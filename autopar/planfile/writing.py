@@ -113,7 +113,7 @@ def save(path: str | Path, plan: Plan, graph: Graph, model: Section | None = Non
 
 
 def _format(document: Section, indent: str = "", lists: Collection[str] = LISTS) -> str:
-    """Return JSON with one line for every entry of a section, and of these lists."""
+    """Return JSON with one line for every entry of a section, and of the lists named in `lists`."""
     lines = []
     more = indent + "  "
     for key, value in document.items():

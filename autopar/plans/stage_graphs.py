@@ -255,7 +255,7 @@ def _written_before(graph: Graph, params: set[str], stage: int) -> Graph | None:
 
 
 def stage_edges_of(graphs: Sequence[StageGraph]) -> tuple[StageEdge, ...]:
-    """Return all transfers between these stages, by the stage that makes the tensor."""
+    """Return all transfers between the stages in `graphs`, by the stage that makes the tensor."""
     return tuple(stage_edge for graph in graphs for stage_edge in graph.gives)
 
 

@@ -125,7 +125,7 @@ def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
 
 @contextlib.contextmanager
 def swapped(reads: Sequence[ReadTensor], values: Sequence[PyTree]) -> Iterator[None]:
-    """Give the modules these values of the parameters and buffers that are read."""
+    """Give the modules `values` for the parameters and buffers that are read."""
     tables = [(read.table, read.key) for read in reads]
     before = [table[key] for table, key in tables]
     try:

@@ -362,7 +362,7 @@ class Graph:
 
 
 def part_for(graph: Graph, outputs: Sequence[Ref]) -> Graph:
-    """Return the part of a graph that computes these tensors; random operators draw as in the whole."""
+    """Return the part of a graph that computes `outputs`; random operators draw as in the whole."""
     wanted = {ref.node for ref in outputs}
     for i in range(len(graph.nodes) - 1, -1, -1):
         if i in wanted:

@@ -85,7 +85,7 @@ def busiest(load: Load, ranks: int) -> tuple[int, float]:
 
 
 def path_to_busiest(load: Load, sizes: Sequence[int]) -> list[tuple[int, list[float]]]:
-    """Return the path of rows to the busiest rank, where axes of these sizes cut the experts one after the other.
+    """Return the path of rows to the busiest rank, if axes of `sizes` cut the experts one after the other.
 
     It has for each axis the busiest rank's number on it, and the share of the rows sent along it that each rank gets.
     """

@@ -182,7 +182,7 @@ class Precision:
         return self.reduce if dtype in _BITS else dtype
 
     def accumulated(self, dtype: str) -> str:
-        """Return the format in which gradients of such a parameter are summed over the microbatches of a step."""
+        """Return the format in which gradients of a parameter of `dtype` are summed over a step's microbatches."""
         return self.summed(dtype) if self.stored(dtype) != dtype else dtype
 
     @contextlib.contextmanager

@@ -235,7 +235,7 @@ def build(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> Schedu
 
 
 def allows(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> bool:
-    """Return True if `build` would succeed for these counts; without building it."""
+    """Return True if `build` would succeed for the given counts, without building the schedule."""
     try:
         SCHEDULES[name].check(name, n_stages, n_ranks, n_microbatches)
     except ValueError:

@@ -145,7 +145,7 @@ class Explorer:
                 base, self.yes = trial, self.yes | {site}
 
     def _trace(self, flipped: Sequence[Question], inside: Mapping[Question, Question]) -> Trace:
-        """Return the trace with these answers flipped, its questions told by those of the base.
+        """Return the trace with the answers to `flipped` changed, its questions named as those of the base.
 
         ``inside``: the question on which a question hangs, as far as is known.
         """
@@ -186,7 +186,7 @@ class Explorer:
         raise Apart(why)
 
     def _united_by(self, groups: Sequence[Sequence[Question]]) -> United:
-        """Unite the traces in which one of these groups is answered otherwise."""
+        """Unite the traces in each of which one of `groups` is answered otherwise."""
         written = frozenset(self.names.written)
         union = Union(self.base.draft, self.base.unwritten(written))
         for group in groups:

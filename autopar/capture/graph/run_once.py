@@ -117,7 +117,7 @@ class IsomorphicBodies(Lockstep):
 
     @abstractmethod
     def product(self, nodes: Sequence[Node], left: int, right: int, turned: bool) -> Node:
-        """Emit the product of rows with the matrix of each expert, [k n], or ``turned`` [n k], at these arguments."""
+        """Emit the product of the rows at `left` with each expert's matrix at `right`, [k n] or, if `turned`, [n k]."""
 
     @abstractmethod
     def own(self, values: Sequence[FxNode], rank: int) -> Node:
@@ -359,7 +359,7 @@ class TurnBody(IsomorphicBodies):
 
 
 def _columns_of(tensors: Sequence[FxNode]) -> Node | None:
-    """Return the tensor whose columns, its last dim, these are in order; they may keep that dim."""
+    """Return the tensor whose columns (last dim) are `tensors`, in order; they may keep that dim."""
     last = tensors[0].meta["val"].dim() - 1
     if all(x.target is aten.unsqueeze.default and int(x.args[1]) % (last + 1) == last for x in tensors):
         tensors = at(tensors, 0)

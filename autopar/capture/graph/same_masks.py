@@ -47,7 +47,7 @@ class SameMasks:
 
 
 def behind(value: object, views: tuple[str, ...]) -> Any:
-    """Return the tensor behind views or casts: operators of these names are passed over."""
+    """Return the tensor behind views or casts: operators named in `views` are passed over."""
     while isinstance(value, Node) and value.op == "call_function" and name_of(value.target) in views:
         value = value.args[0]
     return value

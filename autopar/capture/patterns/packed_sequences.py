@@ -158,7 +158,7 @@ class PackedAsPadded:
         self, func: Function, data: torch.Tensor, counts: torch.Tensor, states: PyTree, weights: Any, has_biases: bool,
         n_layers: int, dropout: float, train: bool, bidirectional: bool,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Compute torch's operator for packed sequences, whose arguments these are."""
+        """Compute torch's operator for packed sequences, with the same parameters."""
         rows = self._counts[id(counts)][1]
         x, n_directions = rows.unpacked(data), 2 if bidirectional else 1
         n_weights = len(weights) // (n_layers * n_directions)
@@ -260,7 +260,7 @@ def _never(condition: torch.Tensor, what: str) -> None:
 
 
 def _among(known: Mapping[int, Any], values: Iterable[object]) -> bool:
-    """Check that any of these, or any in a list of them, is known by its identity."""
+    """Check that any of `values`, or any in a list among them, is in `known` by its identity."""
     for value in values:
         if id(value) in known or (isinstance(value, (tuple, list)) and _among(known, value)):
             return True

@@ -116,7 +116,7 @@ class Attempt:
         return None if self.answers.observed else self.guesses.setdefault(site, False)
 
     def would_take(self, taken: Sequence[tuple[str, bool]]) -> bool:
-        """Check that questions at these sites would have these answers whenever they are asked."""
+        """Check that questions at the sites in `taken` would have the answers there whenever they are asked."""
         return not taken or (self.decisions.answers is not None and all(self._always(s) == a for s, a in taken))
 
     def _always(self, site: str) -> bool | None:

@@ -85,7 +85,7 @@ class Recording:
         return len(self.calls) - 1
 
     def would_answer(self, answers: Sequence[tuple[str, bool]]) -> bool:
-        """Check that random questions at these sites, asked now one after the other, would be answered so."""
+        """Check that random questions at the sites in `answers`, asked now in order, would be answered so."""
         return all(self.answer(self.asked + i, site) == answer for i, (site, answer) in enumerate(answers))
 
     def tell(self) -> None:

@@ -52,7 +52,7 @@ class PartOfAttention:
         self.diagonal, self.mask_learns, self.dropping = diagonal, mask_learns, dropping
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention to these keys alone, in the queries' precision, and its log-sum-exp ``[.. h q]``.
+        """Return the attention to this part's keys alone, in the queries' precision, and its log-sum-exp ``[.. h q]``.
 
         The log-sum-exp is float32 or wider. A query that sees none of these keys has zeros and -inf.
         """
@@ -144,7 +144,7 @@ class PartOfAttention:
         return torch.zeros_like(self.mask, dtype=self.q.dtype).masked_fill_(~self.mask, -math.inf)
 
     def _blind(self) -> torch.Tensor | None:
-        """Return which queries see none of these keys under the mask, broadcast to ``[.. h q]``."""
+        """Return which queries see none of this part's keys under the mask, broadcast to ``[.. h q]``."""
         if self.mask is None:
             return None
         return ~self.mask.any(-1) if self.mask.dtype == torch.bool else (self.mask == -math.inf).all(-1)

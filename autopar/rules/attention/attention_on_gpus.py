@@ -18,7 +18,7 @@ WIDEST_BYTES = 512
 
 
 def has_kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Check that there are kernels for such tensors: 16 or 32 bits, no dims beyond batch and heads."""
+    """Check that kernels exist for `q`, `k` and `v`: 16 or 32 bits, no dims beyond batch and heads."""
     if q.device.type not in KERNELS_ON or not q.dtype == k.dtype == v.dtype or q.dim() > 4:
         return False
     is_narrow = max(q.shape[-1], v.shape[-1]) * q.dtype.itemsize <= WIDEST_BYTES
@@ -28,7 +28,7 @@ def has_kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def fits_kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Check that kernels can be called on these tensors: they have values, and are not simulated ranks."""
+    """Check that kernels can be called on `q`, `k` and `v`: they have values, and are not simulated ranks."""
     return all(type(x) is torch.Tensor for x in (q, k, v)) and has_kernels_for(q, k, v)
 
 

@@ -52,7 +52,7 @@ def _added(
     way: Going, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     mask: torch.Tensor | None, hashes: Hashes, out: torch.Tensor | None, log_sum: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Merge the attention to these keys into that to earlier ones; the first time there are none."""
+    """Merge the attention to the keys `k` into that to earlier ones; the first time there are none."""
     so_far = AttentionSoFar(q, v.shape[-1], out, log_sum)
     for pair, part in way.parts(numbers, source, q, k, v, mask, hashes):
         so_far.add(pair.rows, *part.result())
@@ -74,7 +74,7 @@ def _gradients(
     v: torch.Tensor, mask: torch.Tensor | None, hashes: Hashes, out: torch.Tensor, log_sum: torch.Tensor,
     of_q: torch.Tensor | None, of_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Add these keys' share to the gradients of the queries, and return the gradients of these keys and values.
+    """Add the share of the keys `k` to the gradients of the queries, and return the gradients of these keys and values.
 
     They are in the precision of sums; the mask's gradient is added to ``of_mask``.
     """

@@ -192,7 +192,7 @@ def _on_host(
 
 
 def untyped(like: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
-    """Give ``result``, which the type checker did not see computed, the type of a product of all these tensors.
+    """Give ``result``, which the type checker did not see computed, the type of a product of all tensors in `like`.
 
     A factor without a gradient counts as invariant if another factor has one, since it has no gradient to be summed.
     """

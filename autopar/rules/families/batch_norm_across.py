@@ -125,7 +125,7 @@ def _of_statistics(
 
 
 class _BatchNorm(torch.autograd.Function):
-    """``(norm of x, mean, variance)`` with the statistics of all ranks of the axes; these have no gradients."""
+    """``(norm of x, mean, variance)`` with the statistics of all ranks of the axes; statistics have no gradients."""
 
     @staticmethod
     def forward(
@@ -203,7 +203,7 @@ def batch_norm_across(
 
 
 def collectives_of_batch_norm(factors: Sequence[str], item_bytes: int) -> tuple[Comm, ...]:
-    """Return the collectives of :func:`batch_norm_across` where any of these factors is cut.
+    """Return the collectives of :func:`batch_norm_across` if any of `factors` is cut.
 
     Mean and variance are gathered; two sums are reduced in one buffer.
     """

@@ -100,7 +100,7 @@ def halves(
 def hashes_at(
     seed: torch.Tensor, site: Site, shape: Sequence[int], places: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the hashes of the elements at these positions."""
+    """Return the hashes of the elements at `places`."""
     number, rows = (site, ()) if isinstance(site, int) else site
     device, order = places[-1].device, list(range(len(places) - 1))
     value = seed if seed.dim() == 0 else seed[0]

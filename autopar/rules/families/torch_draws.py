@@ -239,7 +239,7 @@ class TorchDraws:
         )
 
     def at_places(self, site: Any, places: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the elements of a call's draw at these positions along each dim."""
+        """Return the elements of a call's draw at `places` along each dim."""
         draw = WholeDraw(*site[1])
         generator = torch.Generator(self.device)
         generator.set_state(self.states[site[0]])

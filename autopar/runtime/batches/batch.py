@@ -221,7 +221,7 @@ class Batch:
     def call(
         self, tensors: Mapping[str, torch.Tensor], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        """Return a call of one microbatch with these tensors; everything else is as in the call of the batch."""
+        """Return a call of one microbatch with `tensors`; everything else is as in the call of the batch."""
         leaves = flatten_call(self.captured, self.signature, args, kwargs)
         named = [None if n is None else self.captured.graph.nodes[n].target for n in self.captured.inputs]
         cut = [leaf if name is None else tensors[name] for name, leaf in zip(named, leaves, strict=True)]

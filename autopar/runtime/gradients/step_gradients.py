@@ -45,7 +45,7 @@ class TrainedParams:
                 self.token = _Parameters.apply(self, *(param for _, param in self.pairs))
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Let autograd add these gradients, one for each parameter, in the running backward."""
+        """Let autograd add `grads`, one for each parameter, in the running backward."""
         task = current_backward()
         before = self.waiting if task == self.task else [None] * len(grads)  # what an interrupted one left is void
         self.task = task
@@ -60,7 +60,7 @@ class TrainedParams:
         return grads if self.task == current_backward() else self.waiting
 
     def silence(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Keep autograd from calling hooks of these parameters until the backward ends.
+        """Keep autograd from calling hooks of `params` until the backward ends.
 
         They have no gradient, and eager mode would not reach them; here autograd reaches all parameters.
         """

@@ -62,7 +62,7 @@ class TakingPart:
                 begins += node.out.n_elements
 
     def always(self, names: Iterable[str]) -> None:
-        """Let these parameters always take part from now on."""
+        """Let the parameters `names` always take part from now on."""
         for name in names:
             self.elements.pop(name, None)
 
@@ -92,7 +92,7 @@ class InStep:
             self._calls[id(took)] = took
 
     def idle(self) -> frozenset[str]:
-        """Return the parameters that took part in none of the forwards, and forget these."""
+        """Return the parameters that took part in none of the forwards, and forget the forwards."""
         calls = list(self._calls.values())
         self.forget()
         conditional: frozenset[str] = frozenset().union(*(took.conditional for took in calls))

@@ -270,7 +270,7 @@ class MeshRun(ParallelRun):
         return self.failures.during(where) if self.failures is not None else contextlib.nullcontext()
 
     def call_program(self, call: int, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Any, ...]:
-        """Run the program, which takes a call of these shapes."""
+        """Run the program on a call whose shapes it takes."""
         if torch.jit.is_tracing():
             raise RunError(
                 "torch.jit.trace of a parallel module: it computes with this rank's pieces and collectives; trace the "

@@ -172,7 +172,7 @@ def _groups(pm: ParallelRun, optimizer: torch.optim.Optimizer, group: dist.Proce
 
 
 def _check(state: Mapping[str, Any], whole: Groups) -> None:
-    """Check that a state is of an optimizer with these groups.
+    """Check that a state is of an optimizer with the groups `whole`.
 
     Raises:
         RunError: it is not.

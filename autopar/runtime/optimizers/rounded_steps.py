@@ -75,12 +75,12 @@ def keep(param: torch.nn.Parameter, name: str, policy: Precision) -> None:
 
 
 def kept_apart(params: Sequence[torch.Tensor]) -> bool:
-    """Check whether :func:`step` handles a step on these parameters."""
+    """Check whether :func:`step` handles a step on `params`."""
     return _hook is not None and any(param in _kept for param in params)
 
 
 def is_used() -> bool:
-    """Check whether there has been such a policy in this process."""
+    """Check whether a policy with rounded steps has been used in this process."""
     return _hook is not None
 
 

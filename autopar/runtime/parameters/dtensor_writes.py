@@ -148,7 +148,7 @@ def _written(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> It
 
 
 def handle_on_whole(meshes: set[DeviceMesh]) -> None:
-    """Run all these operators on whole tensors on these meshes."""
+    """Run the operators that DTensor gets wrong on whole tensors, on `meshes`."""
     handlers: dict[Any, Any] = DTENSOR_HANDLERS.get()
     before = dict(handlers)
 

@@ -46,7 +46,7 @@ class GatherOrder:
         self._start(range(AHEAD + 1))
 
     def _start(self, numbers: Iterable[int]) -> None:
-        """Begin to gather those of some units that are read."""
+        """Begin to gather the units in `numbers` that are read."""
         for i in numbers:
             if i in self.read:
                 self.units[i].start()
@@ -266,7 +266,7 @@ def _copy_for_functions(graph: torch.fx.Graph, parameter: torch.fx.Node) -> None
 
 
 def _readers(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """Ops that read a tensor or a view of it."""
+    """Return the operators that read a tensor or a view of it."""
     readers: set[torch.fx.Node] = set()
     for user in node.users:
         readers.add(user)

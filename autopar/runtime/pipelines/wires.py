@@ -144,7 +144,7 @@ def answers_of(
 
 
 def pairs_of(wires: Iterable[Wire]) -> list[tuple[int, int]]:
-    """Sender and receiver of everything that these wires carry, in the order in which their channels are made."""
+    """Return sender and receiver of everything that `wires` carry, in the order in which channels are made."""
     transfers = [t for wire in wires for t in (wire.there, wire.back) if t is not None]
     return sorted({(p.source, p.target) for t in transfers for p in t.pieces if p.source != p.target})
 

@@ -125,7 +125,7 @@ def _loopback_store() -> dist.TCPStore:
 
 
 def backend_of(device: str) -> str:
-    """Return the backend of a process group for processes on these devices: ``cpu`` or ``cuda``."""
+    """Return the backend of a process group for processes on `device`: ``cpu`` or ``cuda``."""
     return "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
 
 

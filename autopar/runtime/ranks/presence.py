@@ -39,7 +39,7 @@ _world: dict[str, Any] = {}
 
 
 def name_of(ranks: Sequence[int]) -> str:
-    """Return the name of these ranks in the store."""
+    """Return the name of `ranks` in the store."""
     return "-".join(map(str, ranks)) if len(ranks) < 9 else f"{len(ranks)} {zlib.crc32(repr(tuple(ranks)).encode())}"
 
 
@@ -139,17 +139,17 @@ def alive(
 
 
 def within(ranks: tuple[int, ...]) -> bool:
-    """Check whether this rank is within such a call of these ranks."""
+    """Check whether this rank is in a common call of `ranks`."""
     return ranks in _within
 
 
 def news_of(ranks: tuple[int, ...]) -> str:
-    """Say why one of these ranks, which are in a call together, comes no more; empty if nothing is known."""
+    """Say why one of `ranks`, which are in a call together, comes no more; empty if nothing is known."""
     here = _within.get(ranks)
     return here.news() if here is not None else ""
 
 
 def after_loss(ranks: tuple[int, ...]) -> str:
-    """Say what is known of the rank to which a connection was lost; empty outside of such a call."""
+    """Say what is known of the rank to which a connection was lost; empty outside of a common call."""
     here = _within.get(ranks)
     return here.after_loss() if here is not None else ""

@@ -161,7 +161,7 @@ class Pulse:
 
 
 def wait_elsewhere(ranks: Sequence[int]) -> str:
-    """Name the script's own collective in which all of these ranks wait for this one, which is in none; else empty."""
+    """Name the script's own collective in which all of `ranks` wait for this one, which is in none; else empty."""
     pulse, shown = _kept.get("pulse"), []
     if pulse is None or pulse.world is not dist.group.WORLD:
         return ""

@@ -39,7 +39,7 @@ class StepRecorder(Protocol):
         """Run it ``warm`` times, record one more, and give what that has returned."""
 
     def replay(self) -> None:
-        """Launch all of it again, on the same memory."""
+        """Launch all recorded kernels again, on the same memory."""
 
 
 class CudaRecorder:

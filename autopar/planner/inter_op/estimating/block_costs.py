@@ -75,7 +75,7 @@ class SizedPlans(NamedTuple):
     cuts: tuple[frozenset[int], ...]
 
     def serves(self, cuts: tuple[frozenset[int], ...]) -> bool:
-        """Return whether these plans are good ones of the block at another size too: nothing else can be cut there."""
+        """Return whether the plans are good at the size with `cuts` too: nothing else can be cut there."""
         return len(cuts) == len(self.cuts) and all(a <= b for a, b in zip(cuts, self.cuts, strict=True))
 
 
@@ -101,7 +101,7 @@ class BlockPlans:
         return next((sized.plans for sized in alike if sized.serves(cuts)), None)
 
     def fastest_alike(self, key: tuple[object, ...], cuts: tuple[frozenset[int], ...]) -> list[StagePlan]:
-        """Return the fastest such plan on any devices; empty if there is none."""
+        """Return the fastest plan for the key's kind and mesh on any devices; empty if there is none."""
         sized = self.fastest.get(key[:2])
         return sized.plans if sized is not None and sized.serves(cuts) else []
 

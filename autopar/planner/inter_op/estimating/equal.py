@@ -209,7 +209,7 @@ class Equal:
 
     @cached_property
     def _launches(self) -> list[dict[int, float]]:
-        """The part of these seconds that launches take, which is no shorter where operators are cut."""
+        """The part of a block's least seconds that launches take, which is no shorter where operators are cut."""
         return [
             {kind: self.fillers.menus.launches(block, pool[0]) for kind, block in self._blocks_of_kinds.items()}
             for pool in self.pools

@@ -210,7 +210,7 @@ class KeptBytes:
             self.terms.append(_Term(n, pairs, (made_by, recomputed_rows) if recomputed_rows else None, entries))
 
     def _least_made(self, entries: Sequence[Entry]) -> int:
-        """Return the fewest bytes in which operators of this class may make such memory; no bound if not decided."""
+        """Return the fewest bytes that the memory of `entries` may have on a rank; all of it if no item decides."""
         makers = {self.fold.representative[entry.since] for entry in entries} & self.rows.row_of.keys()
         shares = [share for maker in makers for share in self.rows.shares(maker, OUT)]
         return round(entries[0].n_bytes * min(shares)) if shares else entries[0].n_bytes

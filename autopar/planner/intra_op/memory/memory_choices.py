@@ -26,7 +26,7 @@ from autopar.words.placements import State
 
 @dataclass
 class MemoryOffers:
-    """Adds such strategies to the chains of one problem.
+    """Strategies that recompute, regather or give up, to be added to the chains of one problem.
 
     Attributes:
         segment_of: numbers of the segments that were asked to be recomputed, by operator: nothing is offered there.
