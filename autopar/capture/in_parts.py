@@ -300,7 +300,7 @@ def _without_rows(captured: Any, found: FollowedRows, rows: int) -> set[str]:
 
 
 def _as_spelt(names: Collection[str], signature: inspect.Signature) -> frozenset[str]:
-    """Names of inputs, and what they are called where a call gives them by keyword, or by position, instead."""
+    """Return names of inputs, and what they are called where a call gives them by keyword, or by position, instead."""
     parameters = [
         name for name, parameter in signature.parameters.items()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD

@@ -104,7 +104,7 @@ def hardware_of(
 
 
 def axes_of(mesh: DeviceMesh) -> Mesh:
-    """Names and sizes of a DeviceMesh's axes."""
+    """Return the names and sizes of a DeviceMesh's axes."""
     return Mesh((name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names or ()))
 
 

@@ -144,7 +144,7 @@ def plan_buckets(
 def on_best_mesh(
     graphs: Mapping[Size, Graph], trace: Sequence[Size], cluster: Cluster, n: int, request: PlanRequest
 ) -> BucketPlans:
-    """:func:`plan_buckets` on the mesh that is asked for, or on the best shape of ``n`` devices.
+    """Call :func:`plan_buckets` on the mesh that is asked for, or on the best shape of ``n`` devices.
 
     Raises:
         InfeasibleError: there is none.

@@ -65,7 +65,7 @@ def _with_units(rule: Rule, units: dict[str, tuple[int, ...]]) -> Rule:
 
 
 def _term(rule: Rule, number: int) -> Term:
-    """Term number so-and-so of a rule, inputs first."""
+    """Return a term of a rule by its number, inputs first."""
     return (*rule.inputs, *rule.outputs)[number]
 
 

@@ -317,7 +317,7 @@ class Rule:
         return factor if factor in self.sizes else None
 
     def size_at(self, factor: str, cuts: Mapping[str, int | Fraction]) -> int:
-        """Size of a factor on one rank: of the largest piece."""
+        """Return the size of a factor on one rank: of the largest piece."""
         pieces = cuts.get(factor, 1)
         for name, factors in self.together.items():
             if factor in factors:
@@ -325,7 +325,7 @@ class Rule:
         return -(-self.sizes[factor] // pieces)
 
     def flops_at(self, cuts: Mapping[str, int | Fraction]) -> float:
-        """Forward floating-point operations on one rank: of the largest pieces, and of the rank that computes most."""
+        """Return forward FLOPs on one rank: of the largest pieces, and of the rank that computes most."""
         if not self.flops:
             return 0.0
         lowering = self.lowering(cuts) if cuts else None

@@ -29,10 +29,10 @@ def as_written(option: str) -> str:
 
 
 def option_written(text: str) -> str:
-    """Inverse of :func:`as_written`."""
+    """Invert :func:`as_written`."""
     return WHOLE if text == REPLICATE else text
 
 
 def listed(options: Iterable[str], between: str = ", ") -> str:
-    """Options in a message."""
+    """Return the options in a message."""
     return between.join(map(as_written, options))

@@ -90,7 +90,7 @@ class Saved:
 
 
 def contiguous(shape: Sequence[int]) -> Strides:
-    """Strides of a tensor in row-major order."""
+    """Return the strides of a tensor in row-major order."""
     strides, step = [0] * len(shape), 1
     for d in range(len(shape) - 1, -1, -1):
         strides[d] = step
@@ -239,7 +239,7 @@ def _key_of_trial(local: LocalCall, call: Call, mesh: Mesh, ins: Sequence[LocalL
 
 
 def without_values(ins: Sequence[LocalLayout], device: str) -> list[torch.Tensor]:
-    """Tensors that lie as the inputs of a call do on one rank."""
+    """Return the tensors that lie as the inputs of a call do on one rank."""
     return [
         torch.empty_strided(x.shape, x.strides, dtype=getattr(torch, x.dtype), device=device).requires_grad_(x.grad)
         for x in ins

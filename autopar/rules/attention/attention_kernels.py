@@ -150,7 +150,7 @@ class PartOfAttention:
         return ~self.mask.any(-1) if self.mask.dtype == torch.bool else (self.mask == -math.inf).all(-1)
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or values, each as often as there are queries' heads that share it."""
+        """Repeat keys or values, each as often as queries' heads share it."""
         if x.dim() < 3 or x.shape[-3] in (1, self.q.shape[-3]):
             return x
         return x.repeat_interleave(self.q.shape[-3] // x.shape[-3], -3)

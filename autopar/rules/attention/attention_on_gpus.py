@@ -55,7 +55,7 @@ class _Kernels:
     def backward(
         self, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, tensors: Sequence[Any], form: Any
     ) -> tuple[torch.Tensor, ...] | None:
-        """Gradients of queries, keys and values, or None if it was not done."""
+        """Compute the gradients of queries, keys and values; None if no kernel does it."""
         of_inputs = self._call("backward", tensors, form, before=(_four(grad), _four(out), log_sum), after=())
         if of_inputs is None:
             return None
@@ -86,7 +86,7 @@ def _four(x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_four(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Tensors of a call as the kernels want them: dims that are repeated have strides of 0."""
+    """Return the tensors of a call as the kernels want them: dims that are repeated have strides of 0."""
     q, k, v, mask, row, column = tensors
     q = _four(q)
     k, v = (_four(x).expand(q.shape[0], -1, -1, -1) for x in (k, v))

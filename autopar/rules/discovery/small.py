@@ -122,7 +122,7 @@ def _bytes(call: Call, mapped: Mapping[int, int]) -> bool:
 
 
 def _kinds(call: Call) -> Iterator[_Trial]:
-    """Ways to draw inputs: double precision first, normal numbers first, whole numbers up to a dim's size last."""
+    """Yield ways to draw inputs: double precision and normal numbers first, whole numbers up to a dim's size last."""
     wide = any(spec.dtype in FLOATS[1:] for spec in call.ins)
     for double in (True, False) if wide else (True,):
         for (low, high), whole_numbers in RANGES:

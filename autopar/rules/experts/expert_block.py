@@ -149,7 +149,7 @@ def travelling_in_parts(n_experts: int, args: tuple[PyTree, ...], kwargs: Mappin
 
 
 def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut: Cuts, load: Any = ()) -> Travelling:
-    """Rows set out to the ranks of their experts.
+    """Send rows to the ranks of their experts.
 
     Args:
         rows: the block's tensors that are rows, None in the places of the others.
@@ -170,7 +170,7 @@ def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut
 
 
 def rows_computed(travelling: Travelling, others: Sequence[Any], body: str, *, cut: Cuts) -> Travelling:
-    """Rows that have arrived are computed by their experts, and the results set out.
+    """Compute the rows that have arrived by their experts, and send the results.
 
     Args:
         others: the block's tensors that are no rows, None in the places of those.

@@ -214,7 +214,7 @@ _library.impl("in_order_of_rows", _permutation("in_order_of_rows", "in_order_of_
 
 
 def expert_product(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-    """Row by row ``x[i] @ weight[expert[i]]``: [rows k], [experts k n] and int [rows] to [rows n]."""
+    """Compute row by row ``x[i] @ weight[expert[i]]``: [rows k], [experts k n] and int [rows] to [rows n]."""
     return torch.ops.autopar.expert_linear(x, weight, expert)  # type: ignore[no-any-return]
 
 

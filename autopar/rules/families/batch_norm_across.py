@@ -56,7 +56,7 @@ def _precise(x: torch.Tensor) -> torch.Tensor:
 
 
 def _moments(x: torch.Tensor) -> torch.Tensor:
-    """Mean and biased variance of each channel, [2 c]; zeros if there is nothing."""
+    """Compute the mean and biased variance of each channel, [2 c]; zeros if there is nothing."""
     z = _precise(x)
     if not x.numel():
         return z.new_zeros(2, x.shape[1])

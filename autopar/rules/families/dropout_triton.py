@@ -32,7 +32,7 @@ def _splitmix(z):
 def _hashes(
     seed, numbers, places, row, column, site, n_rows, n_columns, CUT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Hashes of a block of rows and of a block of columns."""
+    """Compute the hashes of a block of rows and of a block of columns."""
     key = _splitmix(_splitmix(tl.load(seed) + 1) + site)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     number, place = at, at

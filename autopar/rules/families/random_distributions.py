@@ -24,7 +24,7 @@ def _given(args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *names: tuple[st
 
 
 def _unit(x: torch.Tensor, draw: dict[str, Any]) -> torch.Tensor:
-    """Uniform in (0, 1) in the shape of ``x``."""
+    """Draw uniform numbers in (0, 1) in the shape of ``x``."""
     u = uniform(draw["seed"], draw["site"], draw["shape"], draw["shards"], x.device, torch.float32)
     return u + 2.0**-25
 

@@ -70,13 +70,13 @@ def seed_at(seed: torch.Tensor, first: int, block: int, stride: int) -> torch.Te
 
 
 def bits(seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: torch.device) -> torch.Tensor:
-    """Uniform int32 for this rank's piece of a tensor of global ``shape``; ``shards`` has the axes cutting each dim."""
+    """Draw uniform int32 for this rank's piece of a tensor of global ``shape``; ``shards`` has the axes of each dim."""
     # -> [*local shape]
     return bits_at(seed, site, shape, [positions(n, axes, device) for n, axes in zip(shape, shards, strict=True)])
 
 
 def bits_at(seed: torch.Tensor, site: Site, shape: Sequence[int], places: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Uniform int32 for the elements of a tensor of global ``shape`` at these positions along each dim."""
+    """Draw uniform int32 for the elements of a tensor of global ``shape`` at `places` along each dim."""
     # -> [*local shape]
     if not shape:
         return bits_at(seed, site, (1,), (torch.zeros(1, dtype=torch.int64, device=seed.device),)).reshape(())
@@ -86,7 +86,7 @@ def bits_at(seed: torch.Tensor, site: Site, shape: Sequence[int], places: Sequen
 def halves(
     seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hashes of the rows [*local shape without the last dim] and of the columns [last local dim], int32."""
+    """Return the hashes of the rows [*local shape without the last dim] and of the columns [last local dim], int32."""
     number, rows = (site, ()) if isinstance(site, int) else site
     in_order = rows == () or (seed.dim() == 0 and (rows is None or all(at[:2] == (0, 1) for at in rows)))
     if in_order and not any(shards) and has_kernels(seed) and seed.device == device:
@@ -165,7 +165,7 @@ def _mixed(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 
 
 def kept(p: float, seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: Any) -> torch.Tensor:
-    """Bool mask that is True with probability ``1 - p``."""
+    """Draw a bool mask that is True with probability ``1 - p``."""
     return bits(seed, site, shape, shards, device) < threshold_of(p)
 
 
@@ -177,7 +177,7 @@ def threshold_of(p: float) -> int:
 def uniform(
     seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: Any, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Uniform in [0, 1), as fine as ``dtype`` allows up to 24 bits."""
+    """Draw uniform numbers in [0, 1), as fine as ``dtype`` allows up to 24 bits."""
     n_bits = {torch.bfloat16: 8, torch.float16: 11}.get(dtype, 24)
     fraction = (bits(seed, site, shape, shards, device) >> (32 - n_bits)) + (1 << (n_bits - 1))
     return fraction.to(dtype) * 2.0**-n_bits

@@ -86,7 +86,7 @@ class WholeDraw(NamedTuple):
 
 
 def _dense(shape: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Strides of a tensor without gaps, in the order of its dims, of which the first changes slowest."""
+    """Return the strides of a tensor without gaps, in the order of its dims, of which the first changes slowest."""
     return [math.prod(max(1, shape[d]) for d in order[k + 1 :]) for k in range(len(order))]
 
 
@@ -324,7 +324,7 @@ def _attention(
     scale: float | None = None, enable_gqa: bool = False, cut: Cuts, seed: TorchDraws, site: Any, shape: Sequence[int],
     shards: Shards,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention as torch composes it where probabilities are dropped."""
+    """Compute attention as torch composes it where probabilities are dropped."""
     # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]
     kept = seed.piece(site, (*shards[:-1], ()))
     form = AttentionForm(is_causal, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, 0, 1 - dropout_p)

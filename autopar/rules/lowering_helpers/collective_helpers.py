@@ -84,7 +84,7 @@ def permuted(
 
 
 def pending(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """V -> P: the pieces are terms of a sum that is still to be made. Only the type changes, forward and backward."""
+    """Convert V -> P: pieces become terms of a sum to be made. Only the type changes, forward and backward."""
     for axis in axes if spmd.is_type_checking() else ():
         x = spmd.reinterpret(x, axis, src=spmd.V, dst=spmd.P)
     return x
@@ -123,7 +123,7 @@ def total(x: torch.Tensor, axes: Axes, dst: Any) -> torch.Tensor:
 
 
 def part_of(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
-    """R -> V: this rank's piece of a tensor along a dim, which ``axes`` divide evenly; the gradient is pending."""
+    """Convert R -> V: take this rank's piece along a dim that ``axes`` divide evenly; the gradient is pending."""
     for axis in axes:
         if TRIAL.get() is not None:
             x = x.narrow(dim, 0, x.shape[dim] // size_and_unit(axis)[0])
@@ -194,7 +194,7 @@ def _arrived(x: torch.Tensor) -> torch.Tensor:
 def average(
     x: torch.Tensor, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factors: Sequence[str]
 ) -> torch.Tensor:
-    """Average a mean ``x`` over this rank's elements over all ranks' elements, where these factors are cut."""
+    """Average a mean ``x`` over this rank's elements over all ranks' elements, if `factors` are cut."""
     axes = axes_of(cut, *factors)
     if sizes is None:
         return total(x, axes, spmd.R) / n_shards(axes)

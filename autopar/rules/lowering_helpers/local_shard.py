@@ -145,7 +145,7 @@ def piece(axes: Axes, device: torch.device) -> torch.Tensor:
 
 
 def positions(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
-    """Global positions of this rank's elements of a dim of ``n``, which ``axes`` cut."""
+    """Return the global positions of this rank's elements of a dim of ``n``, which ``axes`` cut."""
     if n % prod(prod(size_and_unit(axis)) for axis in axes):
         return torch.arange(length_of(n, axes), device=device) + first_of(n, axes, device)
     local = torch.arange(n // n_shards(axes), device=device)
@@ -153,7 +153,7 @@ def positions(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
 
 
 def first(cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str, x: torch.Tensor, dim: int) -> Any:
-    """Global position of the first element of ``x`` along a dim, which is cut along ``factor``: V on its axes."""
+    """Return the global position of the first element of ``x`` along a dim that ``factor`` cuts: V on its axes."""
     axes = cut.get(factor, ())
     if sizes is None:
         return piece(axes, x.device) * x.shape[dim]

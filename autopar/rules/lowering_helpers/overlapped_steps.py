@@ -154,7 +154,7 @@ def _source(graph: Graph, i: int) -> int | None:
 
 
 def _ancestors(graph: Graph, i: int, source: int) -> set[int]:
-    """Operators behind the source that operator ``i`` needs."""
+    """Return the operators behind the source that operator ``i`` needs."""
     needed, todo = set[int](), [i]
     while todo:
         for ref in graph.nodes[todo.pop()].refs:

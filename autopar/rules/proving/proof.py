@@ -259,7 +259,7 @@ def _length_on(size: ShardSize, mesh: Mesh, rank: int) -> int:
 
 
 def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -> dict[int, torch.Tensor]:
-    """Pieces of a tensor, by rank; a pending one is split into random terms."""
+    """Return the pieces of a tensor, by rank; a pending one is split into random terms."""
     pieces = {r: piece(whole, state, mesh, r) for r in range(mesh.n_devices)}
     if PENDING in state and whole.is_floating_point():
         generator = torch.Generator().manual_seed(rng.randrange(2**31))

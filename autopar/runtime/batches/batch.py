@@ -100,7 +100,7 @@ def local_part(
 
 
 def part_shape(slot: Slot, device_mesh: DeviceMesh, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of this rank's part of an input."""
+    """Return the shape of this rank's part of an input."""
     return local_shape(slot.shape, slot.state, mesh, coordinate_of(device_mesh))
 
 

@@ -37,7 +37,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def rows_in(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], without: Collection[str] = ()) -> int | None:
-    """Rows of a call; None of one with DTensors, or in which nothing has rows.
+    """Return the rows of a call; None of one with DTensors, or in which nothing has rows.
 
     Args:
         without: inputs without rows, by name.
@@ -90,7 +90,7 @@ class RowsOfRanks:
     def sampler(
         self, dataset: Dataset[Any], shuffle: bool, seed: int, drop_last: bool, together: int = 1
     ) -> RowSampler:
-        """Draws the rows of a data set that this rank loads."""
+        """Make a sampler that draws the rows of a data set that this rank loads."""
         return RowSampler(
             dataset, self.ranks, self.place, shuffle=shuffle, seed=seed, drop_last=drop_last, together=together
         )

@@ -50,7 +50,7 @@ class Run:
 
 
 def sizes(rows: int, most: int) -> list[tuple[int, int]]:
-    """Numbers of microbatches and the rows of each, for all rows of a batch; none has more than ``most``."""
+    """Return the numbers of microbatches and the rows of each, for all rows of a batch; none has more than ``most``."""
     count = -(-rows // most)
     if rows <= most or rows % count == 0:
         return [(max(count, 1), rows // max(count, 1))]
@@ -105,7 +105,7 @@ def runs(
 
 
 def rows_of_microbatch(captured: Captured) -> int:
-    """Rows of the microbatch that was captured: the first dim of the first input that has one."""
+    """Return the rows of the microbatch that was captured: the first dim of the first input that has one."""
     whole = no_rows_in(captured)
     shapes = (
         captured.graph.nodes[number].out.shape for number, name in zip(captured.inputs, names_of(captured), strict=True)

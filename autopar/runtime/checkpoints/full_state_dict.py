@@ -154,7 +154,7 @@ def in_state_dict(pm: ParallelRun) -> dict[str, torch.Tensor]:
 
 
 def specs_of(pm: ParallelRun, stored: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> Specs:
-    """Shape, dtype and the first name of everything in the state dict, on any rank."""
+    """Return the shape, dtype and the first name of everything in the state dict, on any rank."""
     firsts: dict[int, str] = {}
     specs = {n: (tuple(t.shape), t.dtype, firsts.setdefault(id(t), n)) for n, t in stored.items()}
     if pm.leads is None:

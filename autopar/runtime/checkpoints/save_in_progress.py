@@ -184,7 +184,7 @@ def _tell_lost() -> None:
 
 
 def size_of(state: Any) -> int:
-    """Bytes of this rank's tensors in a state."""
+    """Return the bytes of this rank's tensors in a state."""
     if isinstance(state, Mapping):
         return sum(size_of(value) for value in state.values())
     return state.to_local().nbytes if isinstance(state, DTensor) else getattr(state, "nbytes", 0)

@@ -508,7 +508,7 @@ class Checkpoint:
         )
 
     def _together(self, what: str) -> contextlib.AbstractContextManager[Any]:
-        """Around what all ranks call: where only some do, and others go on, all of them hear it within seconds."""
+        """Enclose what all ranks call: where only some do, and others go on, all of them hear it within seconds."""
         if isinstance(self.model, ParallelModule):
             return self.model._autopar.all_call(what)
         return contextlib.nullcontext()

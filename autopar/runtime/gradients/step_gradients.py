@@ -73,7 +73,7 @@ class TrainedParams:
             autograd_engine.queue_callback(self.speak)
 
     def speak(self) -> None:
-        """Hooks are called again, also after a backward that broke."""
+        """Call hooks again, also after a backward that broke."""
         hooks, self.silent = self.silent, []
         for called, those in hooks:
             called.update({**those, **called})
@@ -181,7 +181,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def reducing(self, *, last: bool, by_hand: bool = False) -> Iterator[None]:
-        """Around a backward of one microbatch: gradients add up, and the last one is followed by their reduction.
+        """Enclose a backward of one microbatch: gradients add up, and the last one is followed by their reduction.
 
         ``by_hand`` says that gradients are set without autograd's hooks.
         """

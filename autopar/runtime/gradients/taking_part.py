@@ -104,7 +104,7 @@ class InStep:
 
 
 def told_elsewhere(graphs: Sequence[Graph]) -> list[str]:
-    """Parameters of the stages of a pipeline whose part another stage than their own knows, or one of several.
+    """Return parameters of the stages of a pipeline whose part another stage than their own knows, or one of several.
 
     They are taken to have a part in every step, which a warning says.
     """

@@ -75,7 +75,7 @@ class _Call:
     def backward(
         self, grads: Sequence[torch.Tensor | None], keep: bool, wanted: Sequence[HeldParam] | None
     ) -> tuple[list[torch.Tensor | None], bool]:
-        """Gradients of the inputs that want one, and whether autograd is to add gradients of stored parameters.
+        """Return gradients of the inputs that want one, and whether autograd is to add gradients of stored parameters.
 
         Args:
             wanted: the parameters that gradients are asked of; None for an ordinary backward.

@@ -218,7 +218,7 @@ def _placed_as(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(values: Sequence[PyTree], entries: Sequence[_Kept | None]) -> list[Any]:
-    """Local tensors in the format that the step of each parameter computes in; the very ones that have it already."""
+    """Return local tensors in the format of each parameter's step; those that have it already are not copied."""
     return [
         _local(value).to(_computes_in(entry)) if entry is not None and _is_cast(value, entry) else _local(value)
         for value, entry in zip(values, entries, strict=True)

@@ -155,7 +155,7 @@ def _number(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyT
 
 
 def _unscaled(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
-    """Gradients by placement, so that each kind of placement has what it found reduced as it needs."""
+    """Unscale gradients by placement, so that what each kind of placement found is reduced as it needs."""
     kinds: dict[Any, list[DTensor]] = {}
     for grad in args[0]:
         kinds.setdefault((grad.device_mesh, tuple(type(p) for p in grad.placements)), []).append(grad)

@@ -164,7 +164,7 @@ def unguard(schedule: GatherOrder) -> None:
 
 
 def order_of_use(program: Program) -> list[int]:
-    """Numbers of the parameter slots, by first use in the program."""
+    """Return the numbers of the parameter slots, by first use in the program."""
     position = {node: i for i, node in enumerate(program.module.graph.nodes)}
     placeholders = [n for n in program.module.graph.nodes if n.op == "placeholder"]
     last = len(position)

@@ -67,7 +67,7 @@ def torch_placements(state: State) -> tuple[TorchPlacement, ...]:
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """Names and sizes of the axes of a device mesh."""
+    """Return the names and sizes of the axes of a device mesh."""
     names = device_mesh.mesh_dim_names or ("",) * device_mesh.ndim
     return Mesh((name, device_mesh.size(axis)) for axis, name in enumerate(names))
 
@@ -161,7 +161,7 @@ Form = tuple[tuple[int, ...], torch.dtype, Any]
 
 
 def same_form(name: str, stored: torch.Tensor, form: Form | None) -> Form:
-    """Shape, dtype and placement of a stored tensor, which a tensor that is put in its place must have too.
+    """Return the shape, dtype and placement of a stored tensor, which a tensor that is put in its place must have too.
 
     Raises:
         RunError: it has others.

@@ -236,7 +236,7 @@ class PipelineRun(ParallelRun):
 
     @contextlib.contextmanager
     def all_in_step(self, where: str) -> Iterator[None]:
-        """Around all that ranks do together in a step, or in forwards: what fails on one of them ends it on all."""
+        """Enclose all that ranks do together in a step, or in forwards: what fails on one of them ends it on all."""
         self.check_world()
         self.failures.settle()
         with self.failures.during(where), without_inference_mode():

@@ -92,7 +92,7 @@ class Work:
         callers: Mapping[str, torch.Tensor], reached: Sequence[Reached] | None = None,
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Forward and backward of all microbatches; :meth:`give` hands over the gradients.
+        """Run forward and backward of all microbatches; :meth:`give` hands over the gradients.
 
         Args:
             shares: the weights of the microbatches' losses in that of the step.

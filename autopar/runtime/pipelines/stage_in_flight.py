@@ -143,7 +143,7 @@ class Flight:
         return loss, flat
 
     def backward(self, post: Post, action: Action) -> None:
-        """Gradients of what arrived, and with them (``B``) or later (``I``) those of the parameters."""
+        """Compute the gradients of what arrived, and with them (``B``) or later (``I``) those of the parameters."""
         with spmd.set_current_mesh(self.stage.device_mesh):
             flown = self.flying.pop(action.microbatch)
             roots, grads = self._roots(post, action.microbatch, flown)
@@ -166,7 +166,7 @@ class Flight:
             self._give_inputs(action.microbatch, flown)
 
     def weights(self, action: Action) -> None:
-        """Gradients of the parameters, where the backward is split."""
+        """Compute the gradients of the parameters, where the backward is split."""
         with (
             spmd.set_current_mesh(self.stage.device_mesh),
             self.stage.gradients.reducing(last=action == self.last, by_hand=True),

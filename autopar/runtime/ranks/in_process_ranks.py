@@ -74,7 +74,7 @@ def run_step(  # noqa: C901  (a step from end to end)
     leaving: Mapping[int, torch.Tensor] | None = None,
     loss_weight: float = 1.0,
 ) -> WorldStep:
-    """Forward and backward of a program on all ranks of its mesh, in this process.
+    """Run forward and backward of a program on all ranks of its mesh, in this process.
 
     Args:
         weights, buffers, inputs: whole tensors by name.

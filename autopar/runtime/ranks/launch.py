@@ -156,7 +156,7 @@ def _start_server(context: Any) -> None:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Any:
-    """Variables that count before the child's first import (OMP_NUM_THREADS) must be there when it starts."""
+    """Set variables that must be there when a child starts, such as OMP_NUM_THREADS, which its first import reads."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -127,7 +127,7 @@ class OneOrder:
         self.ran: set[str] = set()
 
     def backend(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Options of ``torch.compile`` with which the graphs are compared."""
+        """Return the options of ``torch.compile`` with which the graphs are compared."""
         backend, others = backend_named(options)
         return {**others, "backend": _Compared(backend, self)}
 

@@ -145,7 +145,7 @@ class GraphedStep:
         return [(x.data_ptr(), x.shape, whole.requires_grad) for x, whole in zip(locals_, stored, strict=True)]
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> torch.Tensor:
-        """Forward and backward of another batch of the same shapes.
+        """Run forward and backward of another batch of the same shapes.
 
         Returns:
             the loss, as ``pm.train_step`` does. Gradients are added to those that are there.

@@ -138,7 +138,7 @@ class Seeds:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step: all calls in it draw by one seed; :meth:`of_rows` says how many rows it has."""
+        """Enclose a step: all calls in it draw by one seed; :meth:`of_rows` says how many rows it has."""
         before, self._step = self._step, _Step()
         try:
             yield

@@ -222,7 +222,7 @@ class Stage:
         return local_part(self.inputs[name], leaf, shown, self.device_mesh, self.plan.mesh, in_shards)
 
     def part_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of this rank's part of an input."""
+        """Return the shape of this rank's part of an input."""
         return part_shape(self.inputs[name], self.device_mesh, self.plan.mesh)
 
     def run(

@@ -32,7 +32,7 @@ Template = tuple[int | str, ...]
 
 
 def size_of(leaves: Sequence[PyTree]) -> Size:
-    """Rows and length of a call: the first dims of its first tensor that has two.
+    """Return the rows and length of a call: the first dims of its first tensor that has two.
 
     Raises:
         CaptureError: no tensor has two dims.

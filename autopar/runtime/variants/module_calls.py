@@ -82,7 +82,7 @@ def parts_of(rows: int, most: int) -> int:
 
 
 def batch_rows(captured: Captured) -> int:
-    """Rows of what a program was captured with; 0 if none of its inputs is a tensor with dims."""
+    """Return the rows of what a program was captured with; 0 if none of its inputs is a tensor with dims."""
     assert captured.example is not None
     example = captured.example
     leaves = pytree.tree_leaves((example.args, dict(example.kwargs), example.targets))
