@@ -59,13 +59,13 @@ KEEP_POWERS = (
 """Operators that keep a factor of all values that they read."""
 
 Scaling = Mapping[int, int | None]
-"""Of nodes with a number that is another in a part of the batch, the power of the number of microbatches by which it
+"""For nodes with a number that is another in a part of the batch, the power of the number of microbatches by which it
 is; None if it is no power."""
 Numbers = Mapping[str, float]
 """Values of tensors with one element, by the names of their buffers."""
 Part = tuple[int, str]
 Dims = tuple[tuple[Part, ...], ...]
-"""Of each dim, the parts of which it consists, the one that changes slowest first: sizes, and what each is."""
+"""For each dim, the parts of which it consists, the one that changes slowest first: sizes, and what each is."""
 
 
 @dataclass(frozen=True)

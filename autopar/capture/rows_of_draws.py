@@ -22,7 +22,7 @@ from autopar.rules.terms import Term
 from autopar.words.graph import Graph, Node, Ref, RowsAt
 
 _WITHOUT: tuple[int, int, int] = (0, 0, 0)
-"""Of a dim, or a factor of one, that has no rows of the batch."""
+"""How a dim counts, or a factor of one, that has no rows of the batch."""
 _Digits = tuple[int, int, int]
 """How a dim counts: elements of ``(outer, rows, inner)``, the outer one changing slowest; :data:`_WITHOUT`."""
 _ROUNDS = 8

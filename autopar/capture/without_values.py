@@ -25,7 +25,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, types.ModuleT
 """What leads to no module."""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _STRIDES: Any = WeakIdKeyDictionary()
-"""Of parameters of copies: how those of the model lie in memory. They themselves are one value each, expanded."""
+"""For parameters of copies, how those of the model lie in memory. The copies are one value each, expanded."""
 
 
 def without_values(model: torch.nn.Module, memo: dict[int, Any] | None = None) -> torch.nn.Module:

@@ -27,7 +27,7 @@ from autopar.words.precision import Precision
 from cost_models.schedules.actions import Action, Schedule, check_size
 
 VERSION = 2
-"""Of plan files (:mod:`autopar.planfile`)."""
+"""The version of plan files (:mod:`autopar.planfile`)."""
 LIFETIMES = ("step", "use")
 
 Recompute = tuple[tuple[str, str], ...]

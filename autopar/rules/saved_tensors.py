@@ -35,8 +35,8 @@ BY_DEVICE = frozenset({"aten.scaled_dot_product_attention.default", "aten.batch_
 """Operators that choose their kernel by the device: on ``meta`` there is no fused attention, and a batch norm in eval
 mode makes statistics that nobody needs. They are tried on fake tensors of the CPU."""
 LOWERED_ALIKE = frozenset({"aten.scaled_dot_product_attention.default"})
-"""Of those, the ones whose distributed lowerings take the kernels of the CPU on ``meta`` too, where a trial takes a
-quarter of the time of one on fake tensors."""
+"""Operators of :data:`BY_DEVICE` whose distributed lowerings take the kernels of the CPU on ``meta`` too, where a trial
+takes a quarter of the time of one on fake tensors."""
 
 CANNOT_BE_TRIED = (RuntimeError, ZeroDivisionError)
 """What torch raises for a call that cannot be made without values: an operator without a kernel for ``meta``

@@ -17,7 +17,7 @@ AXIS_NAMES = ("data", "tensor", "context", "expert")
 """Names of the axes of a mesh whose shape autopar chooses."""
 
 MOST_AXES = 16
-"""Of a mesh that is given."""
+"""The most axes of a mesh that is given."""
 
 
 class Mesh(tuple[tuple[str, int], ...]):

@@ -14,7 +14,7 @@ from .words import NothingFits, StagingEstimate, StagingProblem
 ATTEMPT_WIDTH = 1024
 """Labels for each block: an attempt is there to be shown, not to be the best."""
 PRECISION = 1e-3
-"""Of the memory that would be needed."""
+"""The precision of the memory that would be needed."""
 STEP, NEAR, LONG_STEP = 4, 100, 1000
 """By what the memory is multiplied until something fits: by little up to NEAR times what there is, then by much."""
 HOPELESS = 1e12

@@ -62,7 +62,7 @@ class _SameNames:
     def __init__(self) -> None:
         self.name_of: dict[int, str] = {}
         self.alive: list[torch.Tensor] = []
-        """Those that have names, so that no other is taken for one of them."""
+        """Tensors that have names, kept alive so that no other is taken for one of them."""
         self.written: set[str] = set()
         """Names of those that a trace writes."""
 

@@ -38,7 +38,7 @@ OF_EACH_ROW = frozenset({
     torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.detach,
     torch.Tensor.clone,
 })  # fmt: skip
-"""Of what is packed these make a packed thing, row by row."""
+"""Operators that make something packed of packed rows, row by row."""
 LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
 ASKING = frozenset({"dim", "ndim", "is_floating_point", "is_complex", "dtype", "device", "requires_grad", "is_cuda",
                     "layout", "is_sparse", "is_nested"})  # fmt: skip

@@ -93,18 +93,18 @@ class Recorder:
         self.kept: dict[tuple[int, str], str] = {}
         """Tensors of a call that the next one reads, from an attribute: what it is called, and where it is set."""
         self.set_on_none: dict[tuple[int, str], tuple[Any, str]] = {}
-        """Those of :attr:`kept` that stand in attributes which were None: their owners and names."""
+        """Tensors of :attr:`kept` that stand in attributes which were None: their owners and names."""
         self.set_first: dict[tuple[int, str], str] = {}
         """Attributes that are given tensors before anything reads them: what they are called, and where."""
         self.only_set: list[str] = []
-        """Those of them that are buffers, registered as None, and that are given tensors of data."""
+        """Attributes of :attr:`set_first` that are buffers, registered as None, and that are given tensors of data."""
         self.fills: set[tuple[int, str]] = set()
         """Buffers that were None, and that forward fills with what no data is in: the model's own call fills them, too,
         which is no change of the program."""
         self.examined: set[tuple[int, str]] = set()
         """Attributes with lists that are read for more than to append to them."""
         self.into: dict[tuple[int, str], Any] = {}
-        """Those of :attr:`kept` that stand in lists and dicts: what these hold when forward ends."""
+        """Tensors of :attr:`kept` that stand in lists and dicts: what these hold when forward ends."""
         self.held: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
         """Modules with their buffers before the trace: register_buffer sets none of their attributes."""
         self.traced: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []

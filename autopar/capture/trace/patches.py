@@ -82,7 +82,7 @@ class Handler:
 
 PATCHES: dict[str, Patch] = {}
 HANDLERS: dict[str, Handler] = {}
-"""Those of patterns, by name."""
+"""Handlers of patterns, by name."""
 
 
 def register(*entries: Patch | Handler) -> None:

@@ -24,7 +24,7 @@ from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
 
 DEPTH = 4
-"""Of containers in which a function's variables are searched for such an object."""
+"""The depth of containers to which a function's variables are searched for a hidden leaf."""
 
 
 class Trial:

@@ -380,7 +380,7 @@ class _Room:
         self.too_little: dict[int | None, float] = {}
         """The most of which it is known that it is too little."""
         self.enough: dict[int | None, float] = {}
-        """Those with which a plan did fit last; empty until one does."""
+        """Limits with which a plan did fit last; empty until one does."""
         self.times: Counter[int | None] = Counter()
         self.latest: int | None = None
         """The one that was changed last."""

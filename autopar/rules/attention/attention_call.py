@@ -28,7 +28,7 @@ from autopar.rules.families.sharded_random import Shards, Site, dropping, hashes
 from autopar.words.shards import nested_shard_of
 
 Hashes = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Of queries and of keys; None if there is no dropout."""
+"""Hashes of queries and of keys; None if there is no dropout."""
 
 
 class Draw(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 KERNELS_ON = {"cuda"}
 """Types of devices on which Triton's kernels are used, where there is Triton."""
 WIDEST_BYTES = 512
-"""Of a query, key or value: a block of wider ones does not fit."""
+"""The most bytes of a query, key or value: a block of wider ones does not fit."""
 
 
 def has_kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -26,10 +26,11 @@ SMALL = (4, 6, 8, 10, 12, 16, 14, 18, 20, 24)
 """Sizes to try, all even: a dim that can't be halved is never found to be one that may be cut."""
 SMALL_ENOUGH = 8
 MOST_ELEMENTS = 1 << 16
-"""Of a tensor in a call that is tried; an operator whose sizes can't be made so small is left whole."""
+"""The most elements of a tensor in a call that is tried; an operator whose sizes can't be made so small is left
+whole."""
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 RANGES = (((0.0, 0.0), (0, 2)), ((0.1, 0.9), (0, 2)), ((0.0, 0.0), (1, 3)), ((0.0, 0.0), (0, 6)))
-"""Of floating-point inputs: normal numbers, else numbers between these (a logarithm's). Of whole numbers: an index of
+"""For floating-point inputs, normal numbers, else numbers between these (a logarithm's). For whole numbers: an index of
 any dim, else what can be divided by, else more of them, for what is the same for the first two."""
 
 

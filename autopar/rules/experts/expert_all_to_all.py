@@ -40,7 +40,7 @@ class Trip:
         self.n_rows, self.axis, ranks = expert.shape[0], axis, n_shards([axis])
         self.group = None if in_trial() else group_of_axis(axis)  # the backward knows no mesh
         self.of_each = -(-n_experts // ranks)
-        """Of a rank that has most experts."""
+        """The experts of a rank that has most experts."""
         key = torch.where((expert >= 0) & (expert < n_experts), expert, n_experts)
         in_order, order = torch.sort(key, stable=True)
         numbers = torch.arange(n_experts + 1, device=expert.device)

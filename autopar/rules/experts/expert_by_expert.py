@@ -19,7 +19,7 @@ from autopar.torch_private import FakeTensor, LocalTensor, is_in_torch_dispatch_
 from autopar.words.trees import Context
 
 LEAST_BYTES = 2**20
-"""Of what one expert's rows make, from which on experts take turns."""
+"""The bytes of what one expert's rows make, from which on experts take turns."""
 
 
 def in_turn(tensors: Sequence[torch.Tensor], n_rows: Any, n_experts: int) -> bool:

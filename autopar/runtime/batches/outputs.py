@@ -53,7 +53,7 @@ class CollectiveLog:
         say_at_exit()
         self.count = 0
         self.exchanges = 0
-        """Of numbers of rows (:mod:`.uneven_rows`), to which this rank has come."""
+        """The exchanges of numbers of rows (:mod:`.uneven_rows`), to which this rank has come."""
         self.broken_off: Callable[[], str] = str
         """What is known of a rank that has broken off a step of the module, and so comes to no meeting; or empty."""
         self.read: deque[str] = deque(maxlen=4)  # an accelerator's collectives let a rank run ahead of one reading

@@ -72,7 +72,7 @@ SHOWN = 6
 """Differences between a save and a model that a message shows."""
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _COPIES = StagingOptions(False, False, False, False)
-"""Of values that are written while the run goes on: on the CPU, made at once."""
+"""Options for copies of values that are written while the run goes on: on the CPU, made at once."""
 _OF_PARAMETERS = frozenset({"params", "param_names"})
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _saves = 0

@@ -155,7 +155,7 @@ class ShardsToWrite:
 
 
 Row = tuple[str, list[int] | None, int | None, int, str, int, int]
-"""Of one piece: its name, offset and number, its bytes, and the file, place and length that it has."""
+"""One piece: its name, offset and number, its bytes, and the file, place and length that it has."""
 
 
 def results_as_rows(results: Iterable[WriteResult]) -> list[Row]:

@@ -15,7 +15,7 @@ from autopar.words.graph import Graph, Node, Ref, part_for
 Reached = frozenset[str]
 """Tensors by their names in plans, and parameters by their own."""
 ReachedBy = Callable[[torch.Tensor], Reached]
-"""Of the seed of a forward: what the gradient of the loss reaches in it."""
+"""Gives for the seed of a forward what the gradient of the loss reaches in it."""
 
 
 def reached_by(graph: Graph, device: torch.device) -> ReachedBy | None:

@@ -34,7 +34,7 @@ class Took:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Of the parameters that some calls do not use, those that this call used."""
+        """The parameters that this call used, of those that some calls do not use."""
         if self._arrived is not None:
             self._arrived.synchronize()  # the forward is over by the time its backward hands gradients over
         up = self._flags.tolist()  # on the host

@@ -53,7 +53,7 @@ class _Kept(NamedTuple):
 _kept: Any = WeakIdKeyDictionary()
 """Parameters under such a policy."""
 _now = threading.local()
-"""Of the group whose step runs in this thread: its number of steps."""
+"""The number of steps of the group whose step runs in this thread."""
 _asked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that keep the policy."""
 _hook: Any = None

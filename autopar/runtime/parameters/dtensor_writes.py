@@ -62,7 +62,7 @@ DRAWN_OF_VALUES = (
 )  # fmt: skip
 """Operators that draw random numbers with the values of their tensors."""
 PENDING_ON_WHOLE = (_ATEN.fill_.Scalar,)
-"""Those that it gets wrong where values are still to be added up: a number on every rank."""
+"""Operators that DTensor gets wrong where values are still to be added up: a number on every rank."""
 
 
 def written_through(view: Any) -> None:

@@ -34,7 +34,7 @@ from autopar.torch_private import (
 from autopar.words.trees import PyTree
 
 _meshes: set[DeviceMesh] = set()
-"""Those of parallel modules."""
+"""The meshes of parallel modules."""
 _TURNED = "_autopar_gradient_turned"
 _ARITHMETIC = ("add", "sub", "mul", "truediv")
 _spec_of_plain: Callable[..., Any] = PLAIN_BESIDE_DTENSOR.get()

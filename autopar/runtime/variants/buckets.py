@@ -45,7 +45,7 @@ def size_of(leaves: Sequence[PyTree]) -> Size:
 
 @dataclass(frozen=True)
 class Padding:
-    """Of one call: the size that it had, and that of its bucket."""
+    """The size of a call, and that of its bucket."""
 
     size: Size
     bucket: Size

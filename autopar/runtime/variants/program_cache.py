@@ -69,7 +69,7 @@ ON_ALL_METHOD = (
 )
 
 Replan = Callable[[Captured, Mapping[str, str]], StagePlan]
-"""Of a captured graph and of how parameters are stored, by name: a plan, the same on all ranks."""
+"""Makes, for a captured graph and how parameters are stored by name, a plan, the same on all ranks."""
 
 Compare = Callable[[Captured, torch.nn.Module, Batch], None]
 """Refuses a capture that is not what the model does with a batch."""
@@ -126,10 +126,10 @@ class Programs:
         """Places of strings of calls that the model was found to read: that is tried once."""
         self.calls = self.captures = 0
         self.rows: int | None = None
-        """Of a microbatch of the program that was captured first; 0 if that is not known."""
+        """The rows of a microbatch of the program that was captured first; 0 if that is not known."""
         self.way: tuple[str, int | None] = ("in training" if model.training else "in eval mode", None)
-        """Of the last call: a rank that goes into eval mode by itself would compute with steps of the others, and one
-        that has another number of microbatches would wait for more than they send."""
+        """The mode and the microbatches of the last call: a rank that goes into eval mode by itself would compute with
+        steps of the others, and one that has another number of microbatches would wait for more than they send."""
 
     def meet_all(self, what: str, broken_off: Callable[[], str]) -> None:
         """Wait until all ranks call a method of the model, or a function on it.

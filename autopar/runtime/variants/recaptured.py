@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autopar.runtime.as_module.run import ParallelRun
 
 Planner = TypeVar("Planner")
-"""Of a mesh's program, or of a pipeline's."""
+"""The planner of a mesh's program, or of a pipeline's."""
 PROGRAM = (
     "captured", "stage", "batch", "totals_kept",
     "trained",

@@ -322,7 +322,7 @@ def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple
 
 
 FREE = BlockOption(0.0, 0.0, 0.0, 0.0, 0.0)
-"""Of a block that is left out of account."""
+"""The option of a block that is left out of account."""
 
 
 def menus_of(

@@ -177,7 +177,7 @@ class Filler:
 
 @dataclass
 class Fillers:
-    """Those of a chain of blocks, on any mesh."""
+    """The fillers of a chain of blocks, for any mesh."""
 
     menus: Menus
     blocks: Sequence[Block]
