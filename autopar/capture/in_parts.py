@@ -111,7 +111,7 @@ class InParts:
 
     @property
     def statistics(self) -> tuple[Trouble, ...]:
-        """Where the loss is no sum over rows, by what the model computes of them."""
+        """The places where the loss is no sum over rows, because of what the model computes of rows."""
         return tuple(t for t in self.found.troubles if t.hot and t.kind == "statistic")
 
 

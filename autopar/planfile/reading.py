@@ -128,7 +128,7 @@ def _step_seconds(plan: Plan, graphs: Sequence[StageGraph], hardware: Callable[[
 
 
 def _check_cuts(document: Document, graphs: Sequence[StageGraph]) -> None:
-    """Refuse stages that do not begin where their decisions were made for."""
+    """Refuse stages that do not begin where they began when their decisions were made."""
     for entry, stage in zip(document.raw["stages"], graphs, strict=True):
         where = f"{document.where}, stages[{stage.number}]"
         if entry["first"] not in ("", first_op(stage.graph)) and stage.number == 0:

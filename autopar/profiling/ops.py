@@ -41,7 +41,7 @@ class TensorArgument:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its values."""
+        """Bytes of the tensor's values."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 

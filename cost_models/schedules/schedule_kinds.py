@@ -134,7 +134,7 @@ class Fill:
         return self.kind.in_flight(group, groups, microbatches, self.chunks)
 
     def allows(self, groups: int, microbatches: int) -> bool:
-        """Return True if it can be built for `groups` and `microbatches`."""
+        """Return True if the schedule can be built for `groups` and `microbatches`."""
         return allows(self.name, groups * self.chunks, groups, microbatches)
 
 

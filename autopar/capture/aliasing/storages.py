@@ -74,7 +74,7 @@ class ViewStep:
     places: dict[int, Place] = field(default_factory=dict)
 
     def form(self, base: Ref) -> Form:
-        """Return its target and arguments on another value of what is viewed."""
+        """Return the view's target and arguments, with `base` as what is viewed."""
         return self.target, map_refs(self.args, lambda r: base if r == self.parent else r)
 
 

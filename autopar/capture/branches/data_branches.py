@@ -170,7 +170,7 @@ class Read(Drawn):
 
     @staticmethod
     def refusal(what: str) -> CaptureError:
-        """Return the error where its digits are wanted."""
+        """Return the error for code that reads a tensor's value, as `what` says."""
         return CaptureError(
             f"forward reads the value of a tensor that depends on its inputs or parameters, {what}, at "
             f"{site_of().partition('@')[0]}: a program would use the one of the example at every step\n  compute with "

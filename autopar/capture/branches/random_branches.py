@@ -215,7 +215,7 @@ def _around(question: Question, inside: Mapping[Question, Question]) -> Iterator
 
 
 def _by_bits(questions: Sequence[Question]) -> Iterator[list[Question]]:
-    """Yield for every bit of their numbers the questions that have it."""
+    """Yield, for every bit of the questions' numbers, the questions that have it."""
     for bit in range(len(questions).bit_length()):
         group = [q for i, q in enumerate(questions, 1) if i >> bit & 1]
         if group:

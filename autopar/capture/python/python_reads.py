@@ -234,7 +234,7 @@ class Recorder:
             self._adopt(item, path)
 
     def _adopt(self, value: object, path: str) -> bool:
-        """Hear of an object that hangs on the model; whether it is the first time."""
+        """Listen to the attributes of an object that hangs on the model; return whether it is new."""
         cls = type(value)
         if isinstance(value, torch.Tensor) or id(value) in self.owned or not can_tell(cls):
             return False
@@ -422,11 +422,11 @@ class Recorder:
         return [name for name, get, _, state in self._generators() if not same_state(get(), state)]
 
     def states(self) -> tuple[Any, ...]:
-        """Return the states that tell whether any of them is drawn from."""
+        """Return the states of the generators, which tell whether any is drawn from."""
         return tuple(get() for _, get, _, _ in self._generators())
 
     def set_back(self) -> None:
-        """Give them the states that they had."""
+        """Give the generators the states that they had."""
         for _, _, put, state in self._generators():
             put(state)
 

@@ -73,7 +73,7 @@ class PricedLayout:
 
     @property
     def limit_bytes(self) -> float:
-        """Bytes that it may fill."""
+        """Bytes that the plan may fill on a device."""
         return self.pinned.limit_bytes
 
     @property

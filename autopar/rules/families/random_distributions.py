@@ -19,7 +19,7 @@ _ALPHA = 1.7580993408473766
 
 
 def _given(args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *names: tuple[str, Any]) -> list[Any]:
-    """Arguments by position or name, or their defaults."""
+    """Return arguments by position or name, or their defaults."""
     return [args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(names)]
 
 

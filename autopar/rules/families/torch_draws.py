@@ -75,7 +75,7 @@ class WholeDraw(NamedTuple):
         return self._replace(shape=tuple(shape), strides=strides)
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw it."""
+        """Draw from the generator."""
         dtype, device = getattr(torch, self.dtype), generator.device
         if self.method == "randperm":
             return torch.randperm(self.shape[0], generator=generator, dtype=dtype, device=device)

@@ -111,7 +111,7 @@ class UserModule:
             each.module.__dict__.update(each.stored)
 
     def restore(self) -> None:
-        """Put them back: the module was not parallelized."""
+        """Put the module's attributes back: the module was not parallelized."""
         for each in self.modules:
             each.module.__dict__.update(each.written)
 

@@ -116,7 +116,7 @@ class Saving:
         raise AssertionError("looks have no end")
 
     def start(self) -> None:
-        """Write it in a thread, for which the interpreter waits before it ends."""
+        """Write the save in a thread, for which the interpreter waits before it ends."""
         if os.getpid() not in _at_exit:
             _at_exit.add(os.getpid())
             Finalize(None, _tell_lost, exitpriority=100)

@@ -74,7 +74,7 @@ class Placing:
         return self.plan.buffers.get(source, whole_state(self.plan.mesh))
 
     def parameters(self) -> None:
-        """Place and register them.
+        """Place and register the model's parameters.
 
         Raises:
             RunError: one has no value, or two stages of this rank store it in two ways.

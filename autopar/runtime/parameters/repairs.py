@@ -74,7 +74,7 @@ class Repair:
 
     @property
     def is_needed(self) -> bool:
-        """Whether this version of torch needs it."""
+        """True if this version of torch needs the repair."""
         return self.until is None or TORCH < self.until
 
     def apply(self) -> None:

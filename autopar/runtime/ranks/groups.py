@@ -77,7 +77,7 @@ class Groups:
 
     @property
     def of_all(self) -> bool:
-        """Whether all ranks of the world make them."""
+        """True if all ranks of the world make the groups."""
         return len(self.ranks) == dist.get_world_size()
 
     @property

@@ -33,10 +33,10 @@ WARM_STEPS = 3
 
 
 class StepRecorder(Protocol):
-    """Records what a function launches, and launches it again."""
+    """Recorder of what a function launches, which can launch it again."""
 
     def record(self, run: Callable[[], Any], warm: int) -> Any:
-        """Run it ``warm`` times, record one more, and give what that has returned."""
+        """Call `run` ``warm`` times, record one more call, and return its result."""
 
     def replay(self) -> None:
         """Launch all recorded kernels again, on the same memory."""
