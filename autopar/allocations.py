@@ -44,7 +44,7 @@ class Allocations(TorchDispatchMode):
         self.living: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.ignored: set[int] = set()
         self.noted_bytes = 0
-        """Of all that live, the emptied ones among them."""
+        """The bytes of all tensors that live, emptied ones included."""
         self.phase, self.at, self.peak_bytes = "", "", 0
 
     def ignore(self, x: torch.Tensor) -> None:

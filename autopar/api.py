@@ -302,7 +302,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
         model: with its weights (rank 0's are used), or on the meta device.
         mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen. By
             default all ranks that the launcher started (``torchrun``), or the one process. In a DeviceMesh, an axis
-            ``pipe``, the first, makes a pipeline of so many groups.
+            ``pipe``, the first, makes a pipeline; its size is the number of groups.
         example_inputs: the batch of a step, as for :func:`plan`.
         example_kwargs: keyword arguments of that call, if it has positional ones too.
         plan: run this plan (or plan file) instead of making one; it says how many microbatches the batch is cut into.
@@ -335,9 +335,9 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             and without. On one mesh and without microbatches all buckets are planned together
             (:mod:`autopar.parallelizing.bucket_plans`), for steps in the order of this list: name one as often as it
             comes.
-        gradient_dtype: in which gradients are added up over ranks, such as ``torch.float32`` for a model in bfloat16;
-            by default the parameters' own. What they get is of their own again. The plan is made, and priced, for it;
-            a ``plan`` that is given keeps its price.
+        gradient_dtype: the dtype in which gradients are added up over ranks, such as ``torch.float32`` for a model in
+            bfloat16; by default the parameters' own. What they get is of their own again. The plan is made, and priced,
+            for it; a ``plan`` that is given keeps its price.
         batch: ``"global"``: every rank is called with the whole batch, and takes its slice; ``"local"``: with its own
             rows, as with DistributedDataParallel and DistributedSampler, also in ``example_inputs``; what a call gives
             is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.batches.local_batch`). In a
@@ -404,7 +404,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
         fixed = request.microbatches  # of 1 where it is to be chosen
 
         def first(microbatches: int, one: Captured | None = None) -> Any:
-            """Return the first of so many parts of the batch: ``(args, kwargs, targets)``."""
+            """Return the first of `microbatches` parts of the batch: ``(args, kwargs, targets)``."""
             batch_of_step = example_of(model, example_inputs, example_kwargs, targets)
             return first_part(batch_of_step, microbatches, no_rows_in(one) if one is not None else ())
 
@@ -463,7 +463,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             return outcome_of(plan, part, get_cluster(cluster) if cluster is not None else None)
 
         def part(microbatches: int) -> Captured:
-            """Return one of so many parts of the batch."""
+            """Return the capture of one of `microbatches` parts of the batch."""
             if microbatches == fixed:
                 return captured
             return planning.part_of(model, captured, first(1), microbatches, input_rows)

@@ -4,7 +4,7 @@ The agent is torchrun's own, with all of its options. It watches the ranks of it
 one fails; agents of several machines meet in torchrun's rendezvous. autopar adds:
 
 * A device whose rank was killed is left out: the job continues with the others (4 -> 3), for which ``parallelize``
-  makes a new plan. If the model has no plan for so many ranks, the next smaller number is tried.
+  makes a new plan. If the model has no plan for that number of ranks, the next smaller number is tried.
 * A device that was left out, or a machine that joins (again), is used from the next checkpoint on, so that no step is
   lost for it.
 
@@ -156,7 +156,7 @@ class ElasticAgent(LocalElasticAgent):
             _say(f"{_named(gone)} left out, whose rank was killed; goes on with {len(self.used)} of {self.devices}")
 
     def _after_refusal(self, group: WorkerGroup, why: str) -> None:
-        """Try one rank fewer, because the script has no plan for so many."""
+        """Try one rank fewer, because the script has no plan for this number of ranks."""
         if group.group_rank != (group.group_world_size or 1) - 1:
             return  # the last machine gives one up
         self.refused.add(len(self.used))
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _visible_devices(number: int) -> list[str] | None:
-    """Return CUDA's names of this machine's devices; None where ranks have none of their own."""
+    """Return CUDA's names of this machine's devices; None if ranks have none of their own."""
     import torch
 
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

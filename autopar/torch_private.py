@@ -383,7 +383,7 @@ lists of state come first, as lists of one length, or empty ones."""
 OPTIMIZERS_OF_MATRICES = (
     Replaceable("torch.optim._muon", "muon"), Replaceable("torch.optim._adafactor", "adafactor"),
 )  # fmt: skip
-"""Those that look at more than an element of a parameter at once."""
+"""The functional forms of optimizers that look at more than an element of a parameter at once."""
 
 OPTIMIZER_STATES = tuple(
     Replaceable(f"torch.optim.{kind.lower()}", f"{kind}._init_group")

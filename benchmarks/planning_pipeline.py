@@ -52,8 +52,8 @@ def measure(case: str) -> dict[str, float | str]:
     from autopar.capture import capture
     from autopar.capture.microbatches import numbers_of_parts, resized
     from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
-    from autopar.planner.planning import DEFAULT_SCHEDULES as SCHEDULES
     from autopar.words.graph import Graph
+    from cost_models.schedules import usual
     from hardware_profiles import load_cluster
 
     gpt = case in GPT_39B
@@ -81,7 +81,7 @@ def measure(case: str) -> dict[str, float | str]:
     whole, half = graph(batch), graph(batch // 2)
     captured = time.process_time()
     graphs = {m: resized(whole, half, batch, batch // 2, batch // m) for m in numbers_of_parts(batch)}
-    asked = PipelineOptions(1, schedules=("1f1b",) if gpt else SCHEDULES)
+    asked = PipelineOptions(1, schedules=("1f1b",) if gpt else usual())
     found = plan_pipeline(graphs, load_cluster(cluster), n, asked)
     planned = time.process_time()
     return {

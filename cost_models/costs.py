@@ -27,25 +27,25 @@ class OpWork(NamedTuple):
     """The work of one device for one operator.
 
     Attributes:
-        kind: of the cost model, one of ``OP_KINDS``.
-        flops: of the forward; a multiply-add counts as two.
-        n_bytes: that the forward reads and writes.
-        dtype: of what is computed, such as ``bfloat16``.
-        gemm: ``(m, n, k)`` of a contraction, where it is one; of attention queries, keys that a query sees, and the
+        kind: the kind in the cost model, one of ``OP_KINDS``.
+        flops: FLOPs of the forward; a multiply-add counts as two.
+        n_bytes: bytes that the forward reads and writes.
+        dtype: the dtype of what is computed, such as ``bfloat16``.
+        gemm: ``(m, n, k)`` of a contraction, if it is one; of attention queries, keys that a query sees, and the
             size of a head.
         differentiable: whether there is a backward.
-        gradients: of how many factors of a contraction the backward computes the gradient; 0 for other kinds.
+        gradients: the number of factors of a contraction whose gradient the backward computes; 0 for other kinds.
         weight_gradients: how many of these are gradients of parameters.
         key: gives the name by which a profile knows the operator on these local shapes (see
             :func:`hardware_profiles.measurements.op_key`); None for one that communicates inside. To find it
             takes time.
         curve: what the cost model tells apart of a kind, one of ``OP_KINDS`` too, such as ``norm``; the kind itself
-            where this is empty.
-        backward_bytes: that the backward reads and writes; of a contraction beside its products.
+            if this is empty.
+        backward_bytes: bytes that the backward reads and writes; for a contraction, those beside its products.
         row: elements of the last dim of what it reads.
         aligned: the inner sizes of a product are multiples of 16 bytes.
         joins: it runs in the kernel of the operator that made its input.
-        scores_bytes: of attention that fused kernels cannot compute, the scores in float32; 0 where they can.
+        scores_bytes: bytes of the scores in float32, for attention that fused kernels cannot compute; else 0.
     """
 
     kind: str
@@ -69,8 +69,8 @@ class OpSeconds(NamedTuple):
     """Seconds of one operator on one device.
 
     Attributes:
-        forward: of the forward.
-        total: of forward and backward; the forward alone where there is no backward.
+        forward: seconds of the forward.
+        total: seconds of forward and backward; the forward alone without a backward.
         weights: the part of the backward that computes gradients of parameters, which may run later.
         split: what the backward takes more in two halves than whole.
         from_profile: whether this very operator was measured, not computed.
@@ -90,9 +90,9 @@ class StageWork(NamedTuple):
         summed: ``(additions, bytes)`` of each tensor whose gradient arrives over several ways and is added up.
         parameters: ``(bytes as used, bytes as stored)`` on one rank of each parameter that has a gradient.
         n_ops: operators with a backward.
-        microbatches: of a step.
+        microbatches: the number of them in a step.
         optimizer: its name, such as ``adamw``.
-        cast_bytes: that are read and written in a step to cast parameters to narrow copies.
+        cast_bytes: bytes that are read and written in a step to cast parameters to narrow copies.
     """
 
     summed: Sequence[tuple[int, float]]
@@ -108,8 +108,8 @@ class StageSeconds:
     """Seconds of one microbatch on one stage (``step``: of a step) in addition to operators.
 
     Attributes:
-        forward, backward: of a microbatch, the backward whole.
-        inputs, weights: of the halves of a backward that is split.
+        forward, backward: seconds of a microbatch, the backward whole.
+        inputs, weights: seconds of the halves of a backward that is split.
         step: once a step.
         summed: for gradients that arrive over several ways: part of ``backward``, and of neither half.
     """

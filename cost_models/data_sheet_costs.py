@@ -1,7 +1,7 @@
 """Costs from data sheets: a roofline for operators, latency and bandwidth for collectives.
 
 Backward of an operator: every differentiable factor of a contraction costs one more contraction of the same size, and
-attention 2.5 forwards (recomputed scores, four products), by the curve of the backward where there is one. Everything
+attention 2.5 forwards (recomputed scores, four products), by the curve of the backward if there is one. Everything
 else moves the bytes that its backward reads and writes; on devices without a curve for that, those of the forward once
 more.
 

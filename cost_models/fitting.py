@@ -20,7 +20,7 @@ SMALLEST_STEP = 1e-5
 """Last step of the search, far below the resolution of measurements."""
 
 MOST_FRACTION = 1.2
-"""Of the data-sheet bandwidth. Above 1, because switches that add up save wire bytes."""
+"""The most of the data-sheet bandwidth. Above 1, because switches that add up save wire bytes."""
 MOST_RAMP = 1.5
 """Below 2, with which a ring of two would have no rate at all."""
 LEAST_SHARPNESS = 0.3

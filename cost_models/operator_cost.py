@@ -35,10 +35,10 @@ ALIGNMENT_BYTES = 16
 """Tensor cores read so many bytes at once: inner sizes of a product are multiples of that, or it is slow."""
 
 SUSTAINED = 0.72
-"""Of the 16-bit peak, what large products keep up in a step on an H200 at its 700 W. Nothing but products for seconds
-reach 0.68 to 0.70 (670 to 690 of 989 TFLOP/s, at 1,480 of 1,980 MHz: hardware_profiles/measured/h200/rates.json), those
-of a step in which they are half of the time 0.76 (first_hour.json, Llama of 1.2B parameters); in most steps they are
-two thirds or more."""
+"""The part of the 16-bit peak that large products keep up in a step on an H200 at its 700 W. Nothing but products for
+seconds reach 0.68 to 0.70 (670 to 690 of 989 TFLOP/s, at 1,480 of 1,980 MHz:
+hardware_profiles/measured/h200/rates.json), those of a step in which they are half of the time 0.76 (first_hour.json,
+Llama of 1.2B parameters); in most steps they are two thirds or more."""
 SUSTAINED_WATTS = 700 / 989e12
 """Watts per flop/s of the 16-bit peak of that device."""
 SUSTAINED_POWER = 0.25
@@ -135,9 +135,9 @@ def op_seconds(
         dtype: the type multiplied (``bfloat16``, ...).
         gemm: (m, n, k) where the op is a matrix product of that shape (`flops` may be a multiple of 2 m n k: batches),
             or (queries, keys that a query sees, size of a head).
-        row: elements of a row that is normalized or summed; 0 where that does not matter.
+        row: elements of a row that is normalized or summed; 0 if that does not matter.
         aligned: the inner sizes of a product are multiples of 16 bytes.
-        backward: use the curve of the backward, where there is one.
+        backward: use the curve of the backward, if there is one.
         joins: it runs in the kernel of an op before it. Its launch counts all the same: most kernels written by hand
             join fewer ops than this takes for one.
     """

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from hardware_profiles import Cluster
 
 SLOWDOWN = 0.15
-"""Of seconds in which a device computes and communicates, the fraction that both lose together. Lee et al. 2025
+"""The fraction of seconds in which a device computes and communicates that both lose together. Lee et al. 2025
 (arXiv:2507.03114) measured that computing takes 18.9% longer beside collectives on the mean, on four A100, H100, MI210
 and MI250; collectives of large models take 5 to 15% of the multiprocessors. The upper end of these stands for all."""
 

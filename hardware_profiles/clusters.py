@@ -125,7 +125,7 @@ def cluster_from(
     Args:
         gpu: a device of data/devices.toml, in any spelling (``h100-sxm-80gb``, ``T4-16GB``).
         n_devices: in all machines.
-        per_node: devices in a machine; the device's domain (8, 72 of an NVL72) where it is not said.
+        per_node: devices in a machine; the device's domain (8, 72 of an NVL72) if it is not said.
         inside: the link in a machine, by name or in words (``nvlink4``, ``PCIe Gen3``); the device's own where empty.
             Words with ``NVL72`` make one domain of up to 72 devices, whatever ``per_node`` says.
         between: the network, by the name of a link for each device (``ib-ndr``) or in words with the rate of a whole
@@ -363,7 +363,7 @@ def _torus_links(table: Table, builder: _Builder, n_devices: int) -> _InnerLinks
 
 
 def _pair_links(table: Table, builder: _Builder, n_devices: int) -> _InnerLinks:
-    """Add the links of ``pairs = { link = "xgmi3", of = 8 }`` between all devices of each such group."""
+    """Add the links of ``pairs = { link = "xgmi3", of = 8 }`` between all devices of each group of ``of`` devices."""
     if not table.has("pairs"):
         return []
     inner = table.table("pairs")

@@ -20,7 +20,7 @@ DATA = Path(__file__).parent / "data"
 class Efficiency(NamedTuple):
     """Properties common to devices with the same cores: curves by name, and the minimum seconds of a kernel.
 
-    The minimum is None where the processor that launches computes.
+    The minimum is None if the processor that launches computes.
     """
 
     curves: Mapping[str, EfficiencyCurve]

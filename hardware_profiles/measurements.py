@@ -36,7 +36,7 @@ class MeasuredOp:
     """One local op on one device: its forward, its whole backward, and the backward in two halves.
 
     Attributes:
-        kind: of the cost model, one of KINDS.
+        kind: the kind in the cost model, one of KINDS.
         input_seconds, weight_seconds: gradients of what earlier ops made, and of parameters, each alone.
     """
 
@@ -60,10 +60,10 @@ class Overheads:
     """Seconds of a pipeline's executor in addition to the ops, each action of a microbatch once.
 
     Attributes:
-        forward_seconds, backward_seconds: of an action F or B.
-        input_seconds, weight_seconds: of an action I or W.
+        forward_seconds, backward_seconds: seconds of an action F or B.
+        input_seconds, weight_seconds: seconds of an action I or W.
         input_op_seconds, weight_op_seconds: more for every op of the stage, where a backward is split.
-        step_seconds: of a step as a whole.
+        step_seconds: seconds of a step as a whole.
     """
 
     forward_seconds: float

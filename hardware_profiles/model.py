@@ -76,8 +76,8 @@ class Device:
     `tf32` the one with them. `launch_seconds` is what the host takes to launch an op. `efficiency` maps names of
     CURVES to curves; for MOVING_KINDS the rate is `memory_bytes_per_second`, for the others `peak_flops`. The
     optional `matmul_float8` stands in for `matmul` where 8-bit types are multiplied. `power_watts` is the board's
-    limit; None where a data sheet does not say it. `kernel_seconds` is what a kernel takes at least, where the host
-    launches ahead of the device: an op then takes the longer of launch and kernel. None where the processor that
+    limit; None if a data sheet does not say it. `kernel_seconds` is what a kernel takes at least, where the host
+    launches ahead of the device: an op then takes the longer of launch and kernel. None if the processor that
     launches computes, too: both add up.
 
     `link` names the link into its domain: the `domain` devices that reach each other by it (8 behind the switches
@@ -127,11 +127,11 @@ class CollectiveCurve:
     Of links between machines, over which the library has several algorithms:
 
     Attributes:
-        inside_step_seconds: of each of a ring's hops inside machines, where the ring leaves them: it then moves its
-            chunks by another protocol than inside one machine; 0: such a hop takes that of the link inside.
-        ring_step_seconds: of an all_reduce in a ring, for each of its 2 (nodes - 1) hops between machines;
+        inside_step_seconds: seconds of each of a ring's hops inside machines, if the ring leaves them: it then moves
+            its chunks by another protocol than inside one machine; 0: such a hop takes that of the link inside.
+        ring_step_seconds: seconds of an all_reduce in a ring, for each of its 2 (nodes - 1) hops between machines;
             ``step_seconds`` is then that of a level of a tree. 0: there are trees alone.
-        tree_fraction: of the rate that rings reach, what trees do.
+        tree_fraction: the share of the rings' rate that trees reach.
     """
 
     base_seconds: float

@@ -24,7 +24,8 @@ class ErrorBand:
     """Errors of prices against published runs, as unsigned fractions of the measured value.
 
     Attributes:
-        software, device: of the runs; the device is ``any`` where those on one device are too few.
+        software, device: the software and the device of the runs; the device is ``any`` if those on one device are too
+            few.
         rows: runs with compared seconds; 0 where only memory was compared.
         seconds_median, seconds_90: median and 90th percentile of the errors.
         memory_rows, memory_median, memory_90: the same of memory.

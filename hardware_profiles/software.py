@@ -28,8 +28,7 @@ class Software:
         factor: seconds of a measured step over those of the device's own rates; fitted once for a trainer.
         fused: pointwise operators, norms and losses that follow each other run as one kernel that reads and writes
             memory once.
-        fuses_pointwise: of what is fused, chains without a norm or softmax too, such as the activation of SwiGLU and
-            its product.
+        fuses_pointwise: chains without a norm or softmax too, such as the activation of SwiGLU and its product.
         loss_in_place: a cross-entropy keeps one float32 number for each class, in the memory of the logits, and
             writes their gradient there; else it is torch's, operator by operator.
         regathers: what sequence parallelism gathers for products is gathered again in the backward; else it is kept.
@@ -37,13 +36,13 @@ class Software:
             backward of a step makes them.
         buckets_gradients: beside them, buckets for the reductions hold all gradients that ranks add up, in the format
             in which autograd gives them (torch's DistributedDataParallel).
-        hides_reductions: the fraction of a backward beside which reductions of gradients may run; 0 where they follow
+        hides_reductions: the fraction of a backward beside which reductions of gradients may run; 0 if they follow
             it.
         hides_gathers: the fraction of a pass beside which gathers of parameters may run.
         hides_tensor: the fraction of collectives of tensor parallelism that runs beside products.
         hides_transfers: whether transfers between stages run beside computing.
-        launch_seconds: of the host for an operator; None for the device's.
-        reserved_bytes: of device memory for the context and communication buffers, on every rank.
+        launch_seconds: seconds of the host for an operator; None for the device's.
+        reserved_bytes: bytes of device memory for the context and communication buffers, on every rank.
         fragmentation: the fraction of a step's memory that the allocator holds beside what lives.
         sources: where the numbers come from, by name.
     """

@@ -66,7 +66,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_beginning(path: Path, n_bytes: int) -> bytes:
-    """Return up to so many bytes of a file that need not be text, to tell its kind; may raise OSError."""
+    """Return up to `n_bytes` of a file that need not be text, to tell its kind; may raise OSError."""
     with path.open("rb") as file:
         return file.read(n_bytes)
 

@@ -20,8 +20,8 @@ COUNT_MARGIN = 0.03
 """By how much a step may have more than is counted, as a share of the count, for a plan still to fit: on the same H200
 eight models had -1.3% to +4.5% more, the mean +0.9% and all but one at most 2.1%."""
 UNKNOWN_FRACTION = 0.9
-"""Of a device of which nothing is known but its data sheet a plan may fill so much: the rest is for the driver, the
-context, communication, the allocator's gaps and what is not counted."""
+"""The fraction of a device known by its data sheet alone that a plan may fill: the rest is for the driver, the context,
+communication, the allocator's gaps and what is not counted."""
 
 
 class Budget(NamedTuple):
@@ -29,7 +29,7 @@ class Budget(NamedTuple):
 
     Attributes:
         usable_bytes: what the driver reports; of an unknown device the data sheet's number.
-        reserved_bytes: of the process's context and libraries, and the software's communication buffers.
+        reserved_bytes: bytes of the process's context and libraries, and the software's communication buffers.
         margin: the larger of the allocator's fragmentation and the count's own error, as a share of the counted bytes.
             They do not add up: an allocator that runs out of memory releases its unused blocks before it fails.
         limit_bytes: upper limit of the counted peak of a step.

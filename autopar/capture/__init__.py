@@ -122,9 +122,10 @@ class Captured:
         example: the call that was captured.
         unread: positions of literals, strings, that calls may have others of, since nobody reads them.
         left: what the forward leaves in attributes; outputs of it stand in ``graph.outputs`` behind those of the model.
-        autocast: that was on around the call; its casts are in the graph, and it is for calls under the same.
+        autocast: the autocast that was on around the call; its casts are in the graph, and it is for calls under the
+            same.
         guards: what Python code read while it was traced, and must still be so when the program runs.
-        totals: of a microbatch, the inputs of its graph that are computed ahead of a step; none of them is a leaf.
+        totals: for a microbatch, the inputs of its graph that are computed ahead of a step; none of them is a leaf.
     """
 
     graph: Graph
@@ -152,7 +153,7 @@ class WithLoss(torch.nn.Module):
     """``loss_fn(model(*args, **kwargs), *targets)`` as a module: the targets follow the model's positional args.
 
     Args:
-        loss_fn: None where the model's output is wanted.
+        loss_fn: None if the model's output is wanted.
         precision: a policy, under which the model's inputs are cast.
     """
 

@@ -59,13 +59,13 @@ KEEP_POWERS = (
 """Operators that keep a factor of all values that they read."""
 
 Scaling = Mapping[int, int | None]
-"""Of nodes with a number that is another in a part of the batch, the power of the number of microbatches by which it
-is; None where it is no power."""
+"""For nodes with a number that is another in a part of the batch, the power of the number of microbatches by which it
+is; None if it is no power."""
 Numbers = Mapping[str, float]
 """Values of tensors with one element, by the names of their buffers."""
 Part = tuple[int, str]
 Dims = tuple[tuple[Part, ...], ...]
-"""Of each dim, the parts of which it consists, the one that changes slowest first: sizes, and what each is."""
+"""For each dim, the parts of which it consists, the one that changes slowest first: sizes, and what each is."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Flow:
         kind: one of FIXED, PER_ROW, SUM and MEAN.
         rows_from: the inputs from which it has its rows, as bits by node number.
         inputs: all inputs that it depends on, in the same way.
-        power: of what is FIXED or PER_ROW: with which power of the number of microbatches its values in the batch are
-            those in a microbatch. A number of rows has 1, what is divided by it -1.
+        power: for FIXED and PER_ROW, with which power of the number of microbatches its values in the batch are those
+            in a microbatch. A number of rows has 1, what is divided by it -1.
     """
 
     kind: str
@@ -111,7 +111,7 @@ class Trouble:
 
     @property
     def is_of_inputs(self) -> bool:
-        """Return whether it comes from what an input means, not from what the model computes of it."""
+        """Return whether the trouble comes from what an input means, not from what the model computes of it."""
         return self.kind == "index" or (self.kind == "beside" and bool(self.others))
 
 
@@ -121,14 +121,14 @@ class FollowedRows:
 
     Attributes:
         rows: the inputs with rows, by node number.
-        flows: of every tensor.
+        flows: the flows of every tensor.
         troubles: on the way to the loss.
         totals: sums over rows that the inputs decide, and whether each is a mean over rows instead.
         ratios: losses that are divided by how many labels count in them, by node number.
         scaled: what is a sum over rows beside means: places where a tensor is read, ``(node, position)``; and the loss
             itself, ``(-1, 0)``, if it is a sum.
         open_literals: nodes with a number that may follow from the number of rows, or not.
-        loss: what the loss is: MEAN, SUM, FIXED; PER_ROW where that is not known.
+        loss: what the loss is: MEAN, SUM, FIXED; PER_ROW if that is not known.
     """
 
     rows: frozenset[int]
@@ -142,19 +142,19 @@ class FollowedRows:
 
     @property
     def is_proved(self) -> bool:
-        """True where microbatches of these rows add up to the loss of the batch."""
+        """True if microbatches of `rows` add up to the loss of the batch."""
         return not self.troubles and not self.open_literals and self.loss in (MEAN, SUM)
 
 
 def followed(
     graph: Graph, rows: Collection[int], scaling: Scaling | None = None, numbers: Numbers | None = None
 ) -> FollowedRows:
-    """Follow the rows of these inputs through a graph.
+    """Follow the rows of the inputs in `rows` through a graph.
 
     Args:
-        graph: of one batch.
+        graph: the graph of one batch.
         rows: inputs with rows, by node number.
-        scaling: how the numbers of nodes follow from how many rows there are; None where that is not known.
+        scaling: how the numbers of nodes follow from how many rows there are; None if that is not known.
         numbers: tensors with one element that the model's code makes, by the names of their buffers.
     """
     return _Following(graph, frozenset(rows), scaling, numbers or {}).run()
@@ -359,7 +359,7 @@ class _Following:
         return powers[0]
 
     def _literal(self, i: int, node: Node, name: str) -> int | None:
-        """Return the power of the number that a node has; None where it follows from the rows in another way."""
+        """Return the power of the number that a node has; None if it follows from the rows in another way."""
         numbers = [x for x in node.args[1:] if isinstance(x, (int, float)) and not isinstance(x, bool)]
         if not numbers:
             return 0
@@ -367,7 +367,7 @@ class _Following:
         return power if power is None or name != "div" else -power
 
     def _power_of(self, i: int, number: float) -> int | None:
-        """Return the power of a node's number; where it is not known, note the node if the number may have one."""
+        """Return the power of a node's number; if it is not known, note the node if the number may have one."""
         if self.scaling is not None:
             return self.scaling.get(i, 0)
         number = abs(number)

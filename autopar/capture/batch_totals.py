@@ -3,7 +3,7 @@
 A mean over labels of which some are ignored, a mean weighted by the classes of labels, a sum over the sum of a mask: a
 microbatch has a term of the numerator, and the denominator is the whole batch's. It follows from the inputs alone, so
 it is known before a step begins, and the graph of a microbatch reads it as an input. Then the losses of microbatches,
-each multiplied by its part of the rows, add up to the loss of the batch; also where there are several terms with
+each multiplied by its part of the rows, add up to the loss of the batch; also if there are several terms with
 denominators of their own, where labels weigh unequally, and where in some microbatch nothing counts.
 """
 
@@ -27,7 +27,7 @@ class Ahead:
     """An input that is computed ahead of a step.
 
     Attributes:
-        name: of the input.
+        name: the name of the input.
         how: ``sum`` or ``mean`` over the microbatches of a tensor that each has; ``scale``: one over the number of
             labels that count in the batch, or over their weights, and over a microbatch's part of the rows; ``parts``:
             one over that part alone.
@@ -69,7 +69,7 @@ class Totals:
 def with_totals(
     graph: Graph, found: FollowedRows
 ) -> tuple[Graph, Totals | None, dict[int, int]]:
-    """Return the graph of a microbatch that reads the totals of its batch; the same graph where there are none.
+    """Return the graph of a microbatch that reads the totals of its batch; the same graph if there are none.
 
     Returns:
         The graph; what is to be computed ahead; and the new numbers of the nodes of ``graph``.
@@ -97,7 +97,7 @@ class _Edit:
         self.ahead: list[Ahead] = []
         self.follow_from: list[tuple[Ref, ...]] = []
         self.instead: dict[Ref, Ref] = {}
-        """Of tensors, what is read instead; negative numbers of nodes are new ones."""
+        """What is read instead of a tensor; negative numbers of nodes are new ones."""
         self.before: dict[int, list[tuple[int, Node]]] = {}
         """New operators, by the node that they follow, with their numbers."""
         self.replaced: dict[int, tuple[int, ...]] = {}

@@ -3,7 +3,7 @@
 The graph of training is kept, with its names and shapes, so that every plan of it stays one: operators that are told
 whether they are in training (dropout, batch norm, recurrent layers) are told that they are not, and buffers stay as
 they are. Whether that is all that ``eval()`` changes is seen by capturing the model again in eval mode, on a copy
-without values; where it is not, eval mode is another program (:mod:`autopar.runtime.as_module.module_modes`).
+without values; if it is not, eval mode is another program (:mod:`autopar.runtime.as_module.module_modes`).
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def sides_in_eval_mode(model: torch.nn.Module, captured: Captured) -> dict[str, 
 
 
 def _ways(graph: Graph, eval_graph: Graph) -> list[dict[str, int]]:
-    """Return the answers that branches may have in eval mode; those that are there too stay random.
+    """Return the possible answers of branches that eval mode settles; branches that eval mode keeps stay random.
 
-    With each, what stays in training: the operators that are so in the graph of eval mode.
+    Each includes the operators that remain in training mode there.
     """
     stay = {_place(n): 1 for n in eval_graph.nodes if _in_training(n)}
     lines = dict.fromkeys(n.source for n in graph.nodes if n.target == BRANCH)
@@ -145,7 +145,7 @@ def _ways(graph: Graph, eval_graph: Graph) -> list[dict[str, int]]:
 
 
 def _difference(mine: list[tuple[object, str]], theirs: list[tuple[object, str]]) -> str:
-    """Return the place from which two graphs differ; empty where they are the same."""
+    """Return the place from which two graphs differ; empty if they are the same."""
     for (a, what), (b, _) in zip(mine, theirs, strict=False):
         if a != b:
             return f" from {what} on"

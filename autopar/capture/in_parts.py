@@ -38,7 +38,7 @@ class InParts:
     Attributes:
         whole: inputs without rows, by the names that :func:`~autopar.capture.microbatches.leaves_of_call` gives them,
             and by those of the arguments.
-        operators: of the graph that was followed, and their names.
+        operators: the operators of the graph that was followed, and their names.
         found: what was found there.
         of_several: whether it is one of several microbatches, which reads totals of its batch.
         draws: where the rows are in what random operators draw, in a graph of several rows; that of one row (a last,
@@ -111,7 +111,7 @@ class InParts:
 
     @property
     def statistics(self) -> tuple[Trouble, ...]:
-        """Where the loss is no sum over rows, by what the model computes of them."""
+        """The places where the loss is no sum over rows, because of what the model computes of rows."""
         return tuple(t for t in self.found.troubles if t.hot and t.kind == "statistic")
 
 
@@ -208,7 +208,7 @@ def _found_in_parts(
 
 
 def _why_not_in_parts(captured: Any, found: FollowedRows, part: str) -> str:
-    """Return why the rows cannot be taken apart, by what an input means; empty where they can."""
+    """Return why the rows cannot be taken apart, by what an input means; empty if they can."""
     given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
     return _refusal(captured, given[0], part) if given else ""
 
@@ -220,7 +220,7 @@ def names_of(captured: Any) -> list[str]:
 
 
 def in_parts_of(captured: Any) -> InParts | None:
-    """Return how a call is one microbatch of several, or one rank's; None where it is neither."""
+    """Return how a call is one microbatch of several, or one rank's; None if it is neither."""
     of: InParts | None = captured.example.in_parts if captured.example is not None else None
     return of
 
@@ -232,7 +232,7 @@ def no_rows_in(captured: Any) -> frozenset[str]:
 
 
 def refused_rows(captured: Any, rows: int, part: str) -> str:
-    """Return why the rows of a batch, of all ranks or of one, cannot be taken apart; empty where they can be.
+    """Return why the rows of a batch, of all ranks or of one, cannot be taken apart; empty if they can be.
 
     An input may count rows, or may be as long as rows without having any. ``part`` is the end of the message: what they
     are to be taken apart for.
@@ -249,7 +249,7 @@ def is_at_once(captured: Any) -> bool:
 def decided_for_steps(captured: Any) -> tuple[str, InParts | None]:
     """Return why a batch that was captured at once cannot be one of several, and how to capture it for that.
 
-    The first is empty where it can be, the second None where the capture serves as it is.
+    The first is empty if it can be, the second None if the capture serves as it is.
     """
     derived = captured.graph.derived
     if "for_steps" not in derived:
@@ -300,7 +300,7 @@ def _without_rows(captured: Any, found: FollowedRows, rows: int) -> set[str]:
 
 
 def _as_spelt(names: Collection[str], signature: inspect.Signature) -> frozenset[str]:
-    """Names of inputs, and what they are called where a call gives them by keyword, or by position, instead."""
+    """Return names of inputs, and what they are called where a call gives them by keyword, or by position, instead."""
     parameters = [
         name for name, parameter in signature.parameters.items()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
@@ -352,7 +352,7 @@ def _scaling_nearby(
 ) -> Scaling | None:
     """Return :func:`_scaling` of a microbatch, by one of twice as many rows, or else of fewer.
 
-    ``batch`` is the call that was captured, ``take`` captures another. None where both are other graphs.
+    ``batch`` is the call that was captured, ``take`` captures another. None if both are other graphs.
     """
     rows = rows_of(batch, whole)
     parts = next((k for k in range(2, rows + 1) if rows % k == 0), 1)
@@ -369,7 +369,7 @@ def _scaling_nearby(
 def _scaling(whole: Any, part: Any, rows: float, of_part: float) -> Scaling | None:
     """Return how the numbers of nodes that differ in a part of the batch follow from the number of rows.
 
-    None where the graphs differ in more.
+    None if the graphs differ in more.
     """
     if _operators(whole.graph) != _operators(part.graph) or rows == of_part:
         return None

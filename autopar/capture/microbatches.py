@@ -106,9 +106,9 @@ def as_whole(example: object, ranks: int, whole: Collection[str] = ()) -> Any:
 
 
 def widened(rows: torch.Tensor, ranks: int, copied_bytes: int = COPIED_BYTES) -> torch.Tensor:
-    """Return a tensor with the rows of so many ranks, from those of one: these over and over.
+    """Repeat one rank's rows `ranks` times.
 
-    Of a result of more than ``copied_bytes``, the first row stands for all.
+    If the result exceeds `copied_bytes`, repeat the first row without copying.
     """
     if rows.is_meta or rows.numel() * rows.element_size() * ranks <= copied_bytes:
         return torch.cat([rows.detach()] * ranks).requires_grad_(rows.requires_grad)

@@ -97,7 +97,7 @@ def normalize(
 
 
 _NONE = Spec((), "")
-"""Of a first argument that is no tensor."""
+"""The spec of a first argument that is no tensor."""
 
 
 def _dtype(spec: Spec) -> torch.dtype:

@@ -30,7 +30,7 @@ from autopar.capture.rows_of_draws import note_rows_of_draws
 from autopar.errors import CaptureError, closest
 from autopar.words.graph import Graph, refs_in
 
-PROGRAM, DRAFT, GRAPH = "program", "draft", "graph"
+PROGRAM, DRAFT, GRAPH = PHASES = "program", "draft", "graph"
 """Phases: on the exported program, on the nodes that were made of it, on the finished graph."""
 Subject = TypeVar("Subject", TracedProgram, Draft, Graph)
 
@@ -40,11 +40,11 @@ class Pass:
     """One rewrite.
 
     Attributes:
-        apply: of :data:`PROGRAM`, rewrites a :class:`~autopar.capture.graph.drafts.TracedProgram` in place; of the
-            other phases, returns a new draft or graph, or the given one where nothing changes.
+        apply: in the phase :data:`PROGRAM`, rewrites a :class:`~autopar.capture.graph.drafts.TracedProgram` in place;
+            of the other phases, returns a new draft or graph, or the given one where nothing changes.
         reason: why it is there, in one sentence.
         needs: names of passes whose results it takes; they run before it.
-        required: why it cannot be skipped; empty where it can.
+        required: why it cannot be skipped; empty if it can.
     """
 
     name: str
@@ -89,21 +89,26 @@ _PASSES: list[Pass] = [
 
 
 def register(new: Pass, before: str = "") -> None:
-    """Add a pass: before one of its phase, else behind the last one that it needs, else at the end of its phase.
+    """Add a pass: before one of its phase, else behind the last one of its phase that it needs, else at its end.
 
     Raises:
-        ValueError: the name is taken, or a pass that is named is not there.
+        ValueError: the name is taken, a pass that is named is not there, or its phase does not allow the place.
     """
+    load()
     names = {p.name: k for k, p in enumerate(_PASSES)}
     missing = [name for name in (*new.needs, before) if name and name not in names]
     if new.name in names or missing:
         what = f"needs '{missing[0]}', which is not" if missing else "is"
         raise ValueError(f"pass '{new.name}' {what} there")
-    if before:
-        _PASSES.insert(names[before], new)
-        return
-    behind = new.needs or [p.name for p in _PASSES if p.phase == new.phase]
-    _PASSES.insert(1 + max(names[name] for name in behind), new)
+    phases = {p.name: PHASES.index(p.phase) for p in (*_PASSES, new)}
+    mine = phases[new.name]
+    same = [name for name, phase in phases.items() if phase == mine and name != new.name]
+    place = names[before] if before else 1 + max(names[p] for p in ([p for p in new.needs if p in same] or same))
+    late = [name for name in new.needs if phases[name] > mine or (phases[name] == mine and names[name] >= place)]
+    if late or (before and before not in same):
+        what = f"needs '{late[0]}', which runs later" if late else f"cannot run before '{before}', of another phase"
+        raise ValueError(f"pass '{new.name}' {what}")
+    _PASSES.insert(place, new)
 
 
 def passes() -> tuple[Pass, ...]:
@@ -118,7 +123,7 @@ class PassRun:
 
     Attributes:
         before, after: numbers of nodes.
-        dump: the program behind it, where it was asked for.
+        dump: the program behind it, if it was asked for.
     """
 
     name: str

@@ -22,7 +22,7 @@ from autopar.rules.terms import Term
 from autopar.words.graph import Graph, Node, Ref, RowsAt
 
 _WITHOUT: tuple[int, int, int] = (0, 0, 0)
-"""Of a dim, or a factor of one, that has no rows of the batch."""
+"""How a dim counts, or a factor of one, that has no rows of the batch."""
 _Digits = tuple[int, int, int]
 """How a dim counts: elements of ``(outer, rows, inner)``, the outer one changing slowest; :data:`_WITHOUT`."""
 _ROUNDS = 8
@@ -92,7 +92,7 @@ def _rows_of_batch(graph: Graph, with_rows: Collection[int] | None) -> int | Non
 
 
 def _rows_of(graph: Graph, i: int, dims: Sequence[_Digits | None], rows: int) -> tuple[RowsAt, ...] | None:
-    """Return the rows in the draw of node ``i``; None where that is not known."""
+    """Return the rows in the draw of node ``i``; None if that is not known."""
     node = graph.nodes[i]
     shape = node.out.shape
     if not node.target.startswith("aten."):
@@ -129,7 +129,7 @@ def _reads_state(graph: Graph, i: int) -> bool:
 def _dims(
     graph: Graph, rules: Sequence[Rule | None], rows: int, with_rows: Collection[int]
 ) -> dict[Ref, list[_Digits | None]]:
-    """Return how each dim of each tensor counts; None where it is not known. ``with_rows`` are the inputs with rows."""
+    """Return how each dim of each tensor counts; None if it is not known. ``with_rows`` are the inputs with rows."""
     dims: dict[Ref, list[_Digits | None]] = {}
     for i, node in enumerate(graph.nodes):
         for out, spec in enumerate(node.outs):

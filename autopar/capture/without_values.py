@@ -25,7 +25,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, types.ModuleT
 """What leads to no module."""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _STRIDES: Any = WeakIdKeyDictionary()
-"""Of parameters of copies: how those of the model lie in memory. They themselves are one value each, expanded."""
+"""For parameters of copies, how those of the model lie in memory. The copies are one value each, expanded."""
 
 
 def without_values(model: torch.nn.Module, memo: dict[int, Any] | None = None) -> torch.nn.Module:
@@ -192,9 +192,9 @@ def _content(cell: types.CellType) -> tuple[object, ...]:
 
 
 def _leads_to(originals: set[int], values: Iterable[object], free: set[int], weakly: bool = True) -> bool:
-    """Check whether one of these values is, holds or reads one of these objects; other modules are not looked into.
+    """Check whether one of `values` is, holds or reads one of `originals`; other modules are not looked into.
 
-    ``free`` has ids of objects that do not; those that are seen here are added. With ``weakly``, weak references count.
+    ``free`` has ids of objects that do not; those seen here are added. With ``weakly``, weak references count.
     """
     todo, seen = list(values), set()
     while todo:

@@ -147,7 +147,7 @@ class Watched(torch.fx.Interpreter):
 
 
 def watch_of(program: Program, values: Sequence[torch.Tensor], arriving: Collection[str] = ()) -> SavedTensors:
-    """Return the watch over a program that runs on these values, one for each of its inputs.
+    """Return the watch over a program that runs on `values`, one for each of its inputs.
 
     Inputs in ``arriving`` come from earlier pipeline stages: those are kept by this one.
     """

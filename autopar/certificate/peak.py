@@ -57,7 +57,7 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
     then as long as autograd keeps them. The gradients of both live to the end of the backward.
 
     Args:
-        plan: of the graph.
+        plan: the plan of the graph.
         graph: the stage.
         given: values of buffers and inputs, in shards of the first rank; without them all tensors are fake.
 
@@ -130,10 +130,10 @@ def has_backward(graph: Graph) -> bool:
 
 
 def in_pipeline(peaks: Sequence[Peak | None], reports: Sequence[Report], plans: Sequence[StagePlan]) -> Peak | None:
-    """Return the most that a rank of these stages has at once, from the peaks of one microbatch of each.
+    """Return the most that a rank has at once, from the peaks of one microbatch of each of its stages.
 
     One stage runs a microbatch, and all others in flight count with what they keep. Tensors in transit between stages
-    are not counted. None where nothing was counted.
+    are not counted. None if nothing was counted.
     """
     kept = [plan.in_flight * report.kept_bytes for plan, report in zip(plans, reports, strict=True)]
     prices = [report.price for report in reports]
@@ -147,12 +147,12 @@ def in_pipeline(peaks: Sequence[Peak | None], reports: Sequence[Report], plans: 
 
 
 def over_limit(peak: Peak, plan: StagePlan, cluster: Cluster, asked: int | None, said_bytes: int) -> str | None:
-    """Return a message where a step has more at once than the limit of its plan; None where it has not.
+    """Return a message where a step has more at once than the limit of its plan; None if it has not.
 
     Args:
-        peak: of the step.
-        plan: of a stage on the device.
-        cluster: of the plan.
+        peak: the peak of the step.
+        plan: the plan of a stage on the device.
+        cluster: the cluster of the plan.
         asked: the requested memory limit in bytes; None for what the devices have.
         said_bytes: the plan's prediction.
     """

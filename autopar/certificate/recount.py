@@ -79,9 +79,9 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     """Certify a plan. The process must not be in a process group: a fake one is created.
 
     Args:
-        plan: of the graph.
+        plan: the plan of the graph.
         graph: the stage.
-        cluster: of the plan.
+        cluster: the cluster of the plan.
         tolerance: accepted relative difference of the plan's seconds from the recounted ones.
         types: have spmd-types check the program too.
 

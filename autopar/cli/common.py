@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -174,7 +175,7 @@ def print_error(error: BaseException) -> None:
 
 
 def where_to_run(requested: str, processes: int) -> tuple[str, str]:
-    """Return the device type (``cpu`` or ``cuda``) for so many local processes, and a description for people."""
+    """Return the device type (``cpu`` or ``cuda``) for the local `processes`, and a description for people."""
     import torch
 
     if requested not in ("cpu", "cuda", "auto"):
@@ -218,12 +219,13 @@ def moved(loaded: Loaded, device: str) -> Loaded:
 def load_and_capture(
     spec: str, batch: int | None = None, seq: int | None = None, *, folder: Path | None = None, device: str = "meta",
     parts: int | None = None, input_gradients: bool = False, precision: Precision | None = None,
-    by_default: bool = False,
+    by_default: bool = False, within: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[Loaded, Captured]:  # fmt: skip
     """Load the model that ``spec`` names and capture its graph.
 
     With ``parts`` the graph is that of one microbatch. ``input_gradients`` makes all floating-point inputs require
     gradients where the model runs with such inputs. Without ``precision``, ``by_default`` takes the frontend's policy.
+    ``within`` is entered when the model's file has run: what that registers is known there.
     """
     with progress(f"loading {spec}"):
         from dataclasses import replace
@@ -235,7 +237,7 @@ def load_and_capture(
         from autopar.progress import heard
 
         loaded = replace(load_model(spec, batch, seq, folder=folder, device=device), parts=parts)
-    with progress(f"capturing {type(loaded.model).__name__}") as say, heard(say):
+    with progress(f"capturing {type(loaded.model).__name__}") as say, heard(say), within():
         if precision is None and by_default:
             precision = loaded.precision
 

@@ -51,7 +51,7 @@ def explain_cut(captured: Captured, replanner: Replanner, stage: str, as_json: b
 
 
 def _moved(captured: Captured, replanner: Replanner, number: int, by: int) -> Facts:
-    """Return the step with the cut moved by so many blocks, or the reason why it cannot be moved."""
+    """Return the step with the cut moved by `by` blocks, or the reason why it cannot be moved."""
     from autopar.errors import AutoparError
     from autopar.words.labels import op_labels
 

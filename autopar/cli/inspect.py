@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -64,8 +65,15 @@ def inspect(
     """
     from autopar.capture.passes import observed, skipping
 
-    with skipping(skip_pass or ()), observed([dump_after] if dump_after else ()) as runs:
-        loaded, captured = load_and_capture(model, batch, seq, device="cpu" if verified else "meta")
+    runs: list[PassRun] = []
+
+    @contextlib.contextmanager
+    def watching() -> Iterator[None]:
+        with skipping(skip_pass or ()), observed([dump_after] if dump_after else ()) as seen:
+            yield
+        runs.extend(seen)
+
+    loaded, captured = load_and_capture(model, batch, seq, device="cpu" if verified else "meta", within=watching)
     if list_passes or dump_after:
         _print_passes(runs, dump_after, as_json)
         return

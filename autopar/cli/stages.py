@@ -117,7 +117,7 @@ def memory_table(stages: list[Facts]) -> Table:
 
 
 def show_devices(devices: list[int]) -> str:
-    """Return device numbers as ``0..3``, or as ``0,2,5`` where they are no range."""
+    """Return device numbers as ``0..3``, or as ``0,2,5`` if they are no range."""
     whole = len(devices) > 2 and devices == list(range(devices[0], devices[-1] + 1))
     return f"{devices[0]}..{devices[-1]}" if whole else ",".join(map(str, devices))
 

@@ -47,7 +47,7 @@ def promoted(captured: Captured) -> Captured:
 
 @contextlib.contextmanager
 def as_wide_as(graph: Graph) -> Iterator[None]:
-    """Set the default precision that promotes integers as the graph does.
+    """Set torch's default dtype to float64 if the graph is in float64, so that integers are promoted alike.
 
     ``timesteps * 0.5`` has torch's default precision, in a promoted graph float64.
     """

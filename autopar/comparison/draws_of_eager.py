@@ -100,10 +100,10 @@ def check_draws(
     All ranks check the graph; the model runs on rank 0 alone.
 
     Args:
-        captured: of one microbatch.
+        captured: the capture of one microbatch.
         model: the captured one.
         example: the whole batch: inputs, keyword arguments, targets.
-        rows: of the batch; None where it is one microbatch.
+        rows: the rows of the batch; None if it is one microbatch.
         device_type: where the model runs.
 
     Raises:

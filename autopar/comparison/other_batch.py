@@ -10,7 +10,7 @@ from autopar.words.trees import PyTree
 IGNORED = -100
 """The label that losses of torch leave out."""
 SEED = 1
-"""Of the other batch: the same one each time."""
+"""The seed of the other batch: the same one each time."""
 
 
 def other_batch(batch: PyTree, *, ignored: bool = True) -> PyTree:

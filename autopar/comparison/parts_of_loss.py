@@ -50,7 +50,7 @@ def with_notes(plan: Plan, captured: Captured, model: torch.nn.Module, example: 
 
 
 def difference_by_parts(captured: Captured, model: torch.nn.Module, example: PyTree, parts: int) -> str:
-    """Return how ``parts`` microbatches change a batch's loss; empty where it is equal or unknown.
+    """Return how ``parts`` microbatches change a batch's loss; empty if it is equal or unknown.
 
     The model runs without dropout and with the statistics that its batch norms hold, without gradients, and is not
     changed. A model without values, one that takes long, fails in eval mode, or has a random loss even so is not

@@ -82,7 +82,7 @@ class Difference:
 
     @property
     def shows_nothing(self) -> bool:
-        """True where the model magnifies rounding so much that a difference need not be a defect."""
+        """True if the model magnifies rounding so much that a difference need not be a defect."""
         return self.rounding > LIMITS["float64"]
 
     @property
@@ -140,7 +140,7 @@ def inputs_of(
 
 
 def wanting(example: PyTree) -> PyTree:
-    """Return the example inputs; all that can require gradients do, so that these are compared, too."""
+    """Return the example inputs; all that can require gradients do, so that gradients are compared, too."""
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, example
     )

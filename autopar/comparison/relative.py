@@ -17,10 +17,10 @@ LIMITS = {"float64": 1e-9, "float32": 1e-4, "complex64": 1e-4, "float16": 1e-2, 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Worst relative differences between graph and model, with the name of the tensor; all 0 where nothing was run.
+    """Worst relative differences between graph and model, with the name of the tensor; all 0 if nothing was run.
 
     Attributes:
-        note: why nothing was compared; empty where it was.
+        note: why nothing was compared; empty if it was.
     """
 
     loss: float = 0.0
@@ -75,7 +75,7 @@ def relative(a: torch.Tensor, b: torch.Tensor, largest: float = 0.0) -> float:
 
 
 def largest_value(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the largest finite absolute value in any of some tensors; 1.0 where they have none."""
+    """Return the largest finite absolute value in any of some tensors; 1.0 if they have none."""
     finite = [values for t in tensors if (values := t[t.isfinite()].abs()).numel()]
     return max((float(values.max().item()) for values in finite), default=1.0)
 

@@ -51,7 +51,7 @@ class Sides:
 
     @property
     def drop_other_elements(self) -> bool:
-        """True where both have run and dropped elements of other shapes, so no two draws are equal.
+        """True if both have run and dropped elements of other shapes, so no two draws are equal.
 
         So it is where a loop over experts draws for the rows of each, and the graph for all rows.
         """
@@ -159,7 +159,7 @@ class Sides:
     def _gradients(
         self, outputs: Sequence[PyTree], params: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return gradients of the loss, or of a fixed weighting of all outputs where there is none."""
+        """Return gradients of the loss, or of a fixed weighting of all outputs if there is none."""
         graph = self.captured.graph
         names = [node.target for _, node in graph.of_kind("param") if node.needs_grad]
         wanted = {n: params[n] for n in names if n in params}

@@ -49,7 +49,7 @@ class Loaded:
 
 
 Load = Callable[[str, Path, int | None, int | None, str], Loaded]
-"""``(spec, file, batch, seq, device)`` -> the model; ``batch`` and ``seq`` are None where nobody asked for any, and on
+"""``(spec, file, batch, seq, device)`` -> the model; ``batch`` and ``seq`` are None if nobody asked for any, and on
 the device ``meta`` nothing is allocated. Raises :class:`~autopar.errors.ModelError`."""
 
 
@@ -71,7 +71,7 @@ FRONTENDS: dict[str, Frontend] = {}
 
 
 def frontend(form: str) -> Callable[[Load], Load]:
-    """Register a function as the frontend of specs of this form, such as ``hf:PATH.json``."""
+    """Register a function as the frontend of specs of `form`, such as ``hf:PATH.json``."""
 
     def register(load: Load) -> Load:
         FRONTENDS[form.partition(":")[0] + ":"] = Frontend(form, load)

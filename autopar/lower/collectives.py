@@ -212,7 +212,7 @@ def state_step(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tupl
 
 
 def _cutting(mesh: Mesh, state: State, axes: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of these axes with their block sizes."""
+    """Return the names of `axes` with their block sizes."""
     return tuple(axis_text(mesh.name(a), state[a].unit) for a in axes)
 
 

@@ -259,7 +259,7 @@ class _Emitter:
         return strategy_in_plan(self.graph, node, rule, names, self.mesh)
 
     def _begin(self, overlap: OverlappedStep) -> None:
-        """Emit the first part of an operator that others overlap, after the collectives that these need."""
+        """Emit the first part of an operator that others overlap, after the collectives that those others need."""
         i = overlap.op
         rule = self.rules[i]
         assert rule is not None
@@ -289,7 +289,7 @@ class _Emitter:
         return fx
 
     def _reads(self, ops: Sequence[int]) -> None:
-        """Emit the steps to what these operators read of others."""
+        """Emit the reshard steps to what the operators `ops` read."""
         for i in ops:
             for ref, state in zip(self.graph.nodes[i].refs, self.chosen[i].ins, strict=True):
                 if ref.node not in ops:

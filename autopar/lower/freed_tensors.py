@@ -132,7 +132,8 @@ def give_up(whole: torch.Tensor, readers: Sequence[Backwards], decision: str) ->
 
     Args:
         whole: its last reader has run.
-        readers: of the operators that read it; of that which makes it, too, if its own backward asks for it.
+        readers: the backwards of the operators that read it, and of the one that makes it, if its own backward asks for
+            it.
         decision: name of the record that says how it is filled again.
     """
     if whole.grad_fn is None or spmd.is_type_checking():

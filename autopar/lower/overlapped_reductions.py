@@ -39,7 +39,7 @@ class _Product:
     """An operator of an input, a weight and perhaps a bias, in this order, and its gradients.
 
     Attributes:
-        n_dims: of inputs for which the gradients are these; None for any from two on.
+        n_dims: the number of dims of inputs for which the gradients are these; None for any from two on.
         backward: ``(gradient of the result, input, weight, further arguments, wanted)`` to the gradients of input,
             weight and bias that are wanted, None for the others: in the calls that autograd makes.
     """

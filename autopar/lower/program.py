@@ -37,7 +37,7 @@ class Program:
         outputs: placement of each output (None for an output that is no tensor).
         updates: buffers whose new values follow the outputs.
         mesh: axis names and sizes.
-        device: of tensors that the program creates.
+        device: the device of tensors that the program creates.
     """
 
     module: torch.fx.GraphModule

@@ -108,7 +108,7 @@ def make_again(whole: torch.Tensor, readers: Sequence[Backwards]) -> None:
 
     Args:
         whole: the output; its last reader has run.
-        readers: of the operators outside of segments that read it.
+        readers: the backwards of the operators outside of segments that read it.
     """
     if whole.grad_fn is None or not hasattr(whole.grad_fn, "given_up"):
         return  # nothing is kept for a backward, or the program runs without segments

@@ -75,7 +75,7 @@ def hardware_of(
     """Return the cluster, the number of ranks, and the name that the plan keeps.
 
     Args:
-        device_type: of the model (:func:`device_type_of`), where the mesh does not say it.
+        device_type: the device type of the model (:func:`device_type_of`), where the mesh does not say it.
         records: what the ranks said of themselves (:func:`records_of`).
 
     Raises:
@@ -104,7 +104,7 @@ def hardware_of(
 
 
 def axes_of(mesh: DeviceMesh) -> Mesh:
-    """Names and sizes of a DeviceMesh's axes."""
+    """Return the names and sizes of a DeviceMesh's axes."""
     return Mesh((name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names or ()))
 
 
@@ -170,7 +170,7 @@ def agreed(
 
     Args:
         decide: makes the plan; called on rank 0 alone. The others get it as the text of a plan file.
-        captured: of a microbatch.
+        captured: the capture of a microbatch.
         part: where the batch was captured, and the plan says into how many microbatches it is cut: gives one of so
             many, captured.
 
@@ -222,7 +222,7 @@ def spread(
     """Return the model on the ranks of ``group``, as the plan says; every rank calls it with the same arguments.
 
     Args:
-        device_mesh: of a plan of one stage; by default one is made of all ranks.
+        device_mesh: the mesh of a plan of one stage; by default one is made of all ranks.
         init, random: as for :func:`autopar.parallelize`.
 
     Raises:

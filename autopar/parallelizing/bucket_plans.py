@@ -49,12 +49,12 @@ class BucketPlans:
     Attributes:
         plans: by rows and length.
         layouts: the number of each bucket's layout; equal numbers are the same layout.
-        seconds: of the steps of the trace and of the changes of layout between them.
-        switching_seconds: of these, for changes of layout.
+        seconds: seconds of the steps of the trace and of the changes of layout between them.
+        switching_seconds: the part of `seconds` for changes of layout.
         switches: changes of layout in the trace.
-        single_seconds: of the trace under the best single plan: one cut of every operator for all buckets.
+        single_seconds: seconds of the trace under the best single plan: one cut of every operator for all buckets.
         single: the bucket whose plan that is; where none fits for all, the seconds are infinite.
-        fixed_seconds: of the trace with the best single layout, under which each bucket has a plan of its own.
+        fixed_seconds: seconds of the trace with the best single layout, under which each bucket has a plan of its own.
     """
 
     plans: Mapping[Size, StagePlan]
@@ -73,7 +73,7 @@ def plan_buckets(
     """Return the plans of all buckets under which a trace of steps takes least.
 
     Args:
-        graphs: of a step of each bucket, of one model.
+        graphs: the graph of a step of each bucket, of one model.
         trace: the buckets in the order of their steps.
         options: wishes that hold for all.
 
@@ -92,7 +92,7 @@ def plan_buckets(
 
     @cache
     def like(size: Size, owner: Size) -> StagePlan | None:
-        """Return a bucket's steps with every operator cut as in the plan of another; None where that does not fit."""
+        """Return a bucket's steps with every operator cut as in the plan of another; None if that does not fit."""
         if size == owner:
             return alone[owner]
         again = repriced(graphs[size], cluster, mesh, request, [alone[owner]])
@@ -144,7 +144,7 @@ def plan_buckets(
 def on_best_mesh(
     graphs: Mapping[Size, Graph], trace: Sequence[Size], cluster: Cluster, n: int, request: PlanRequest
 ) -> BucketPlans:
-    """:func:`plan_buckets` on the mesh that is asked for, or on the best shape of ``n`` devices.
+    """Call :func:`plan_buckets` on the mesh that is asked for, or on the best shape of ``n`` devices.
 
     Raises:
         InfeasibleError: there is none.
@@ -191,7 +191,7 @@ def find(
     """Return the plans of the buckets of a model that is called with one of them first.
 
     Args:
-        captured: of that one.
+        captured: the capture of the bucket that comes first.
         trace: the buckets in the order in which they come.
         capture_of: captures a call of a bucket.
         cluster, n, asked, name: as for :func:`autopar.planner.planning.find`.
@@ -226,7 +226,7 @@ def relayout_seconds(graph: Graph, src: Layout, dst: Layout, prices: Pricer, opt
 def steps_between(src: State, dst: State) -> list[tuple[int, State, State]]:
     """Return the changes of single axes that bring a stored tensor from one state to another.
 
-    They lead through the whole tensor where there is no other way.
+    They lead through the whole tensor if there is no other way.
     """
     whole = State(INVARIANT for _ in src)
     src, dst = (State(p if p.is_shard else INVARIANT for p in state) for state in (src, dst))
@@ -243,7 +243,7 @@ def _layout(plan: StagePlan) -> Layout:
 def _choices(
     buckets: Sequence[Size], layouts: int, takes: Callable[[Mapping[Size, int]], float]
 ) -> Iterator[dict[Size, int]]:
-    """Ways to give buckets layouts: all, or where they are too many, those on the way down from one layout for all."""
+    """Return ways to give buckets layouts: all or, if too many, those on the way down from one layout for all."""
     if layouts ** len(buckets) <= MOST_CHOICES:
         for numbers in product(range(layouts), repeat=len(buckets)):
             yield dict(zip(buckets, numbers, strict=True))

@@ -71,7 +71,7 @@ def stage_planner_of(plan: Plan, graph: Graph, cluster: Callable[[], Cluster], g
     """Return what makes plans in the stages of ``plan``, on the same devices; rank 0 plans, all ranks call it.
 
     Args:
-        graph: that ``plan`` is for.
+        graph: the graph that ``plan`` is for.
         cluster: gives the hardware that plans are for; called when one is made.
     """
 
@@ -88,8 +88,8 @@ def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, clu
     """Return a plan for another graph of a model, in the stages of ``plan``: what they store is stored as it is.
 
     Args:
-        graph: that ``plan`` is for.
-        microbatches: of a step; the schedule is that of ``plan`` for so many.
+        graph: the graph that ``plan`` is for.
+        microbatches: their number in a step; the schedule of ``plan`` is built for it.
 
     Raises:
         InfeasibleError, PlanError: the memory, or the wishes, leave no plan; or stages cannot begin where they did.

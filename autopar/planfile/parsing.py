@@ -44,8 +44,8 @@ class Document:
 
     Attributes:
         schedule: it completes and has as many stages as the file.
-        meshes: of the stages.
-        folder: of the file; relative paths in it start there.
+        meshes: the meshes of the stages.
+        folder: the folder of the file; relative paths in it start there.
     """
 
     raw: Section

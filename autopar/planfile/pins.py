@@ -34,7 +34,7 @@ class Model:
 
     Attributes:
         mesh: for the placements of inputs, outputs and parameters.
-        axes: of the meshes of all stages.
+        axes: the axes of the meshes of all stages.
     """
 
     graph: Graph

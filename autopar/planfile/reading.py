@@ -51,8 +51,8 @@ def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str
     the pins were edited; then the step is simulated anew.
 
     Args:
-        text: of the plan file.
-        graph: of the whole model, at the size of a microbatch.
+        text: the text of the plan file.
+        graph: the graph of the whole model, at the size of a microbatch.
         where: name of the file, for messages.
         cluster: prices what has to be priced anew; by default the cluster that the file names, and only when needed.
 
@@ -128,7 +128,7 @@ def _step_seconds(plan: Plan, graphs: Sequence[StageGraph], hardware: Callable[[
 
 
 def _check_cuts(document: Document, graphs: Sequence[StageGraph]) -> None:
-    """Refuse stages that do not begin where their decisions were made for."""
+    """Refuse stages that do not begin where they began when their decisions were made."""
     for entry, stage in zip(document.raw["stages"], graphs, strict=True):
         where = f"{document.where}, stages[{stage.number}]"
         if entry["first"] not in ("", first_op(stage.graph)) and stage.number == 0:

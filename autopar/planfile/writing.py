@@ -37,7 +37,7 @@ def dumps(plan: Plan, graph: Graph, model: Section | None = None) -> str:
 
     Args:
         plan: the plan.
-        graph: of the whole model, at the size of a microbatch.
+        graph: the graph of the whole model, at the size of a microbatch.
         model: how the command line finds the model again: ``{"spec": "gpt.py:make", "batch": 8, "seq": 128}``.
     """
     whole = plan.schedule.text().splitlines()
@@ -113,7 +113,7 @@ def save(path: str | Path, plan: Plan, graph: Graph, model: Section | None = Non
 
 
 def _format(document: Section, indent: str = "", lists: Collection[str] = LISTS) -> str:
-    """Return JSON with one line for every entry of a section, and of these lists."""
+    """Return JSON with one line for every entry of a section, and of the lists named in `lists`."""
     lines = []
     more = indent + "  "
     for key, value in document.items():

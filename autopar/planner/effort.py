@@ -1,7 +1,7 @@
 """Constants of the search: every number by which it trades the quality of a plan for planning time.
 
 Nothing here changes what a plan means or costs; tolerances, units and formats are where they are used. Each field has
-what it does and why, and the measurement that chose it where there is one; ``git log -S`` finds the commit of each.
+what it does and why, and the measurement that chose it if there is one; ``git log -S`` finds the commit of each.
 Seconds are CPU-seconds.
 """
 
@@ -19,9 +19,9 @@ class SolverWork:
     only where a user asked for them.
 
     Attributes:
-        iterations: of the simplex method, to solve a relaxation.
-        work: of branch and bound: steps (HiGHS asks at each whether to go on) times thousands of matrix entries, of
-            which each takes 2 to 10 ms; so a larger program gets fewer steps.
+        iterations: how many the simplex method may take to solve a relaxation.
+        work: what branch and bound may take: steps (HiGHS asks at each whether to go on) times thousands of matrix
+            entries, of which each takes 2 to 10 ms; so a larger program gets fewer steps.
         cpu_seconds: for CBC, which counts neither.
         clock_seconds: those that a user asked for; nothing else counts then.
     """

@@ -23,7 +23,7 @@ class MicrobatchGraphs:
     the graph is linear in the rows, and are captured where not.
 
     Attributes:
-        captured: of the whole batch.
+        captured: the capture of the whole batch.
         example: the whole batch, as for :func:`part_of`.
         input_rows: the inputs that have its rows; None to find them.
     """

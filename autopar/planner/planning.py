@@ -33,10 +33,8 @@ from autopar.rules.experts.expert_load import notes_on_load, with_load
 from autopar.words.graph import Graph
 from autopar.words.meshes import AXIS_NAMES, Mesh, mesh_shapes
 from autopar.words.texts import show_seconds
-from cost_models.schedules import Timeline
+from cost_models.schedules import Timeline, usual
 from hardware_profiles import Cluster, speed_of, subset_suffix
-
-DEFAULT_SCHEDULES = PipelineOptions(1).schedules
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,11 @@ class Outcome:
     """A plan, and how it was found.
 
     Attributes:
-        captured: of one microbatch, for which the plan is.
-        timeline: of a step, where stages were searched for.
+        captured: the capture of one microbatch, for which the plan is.
+        timeline: the timeline of a step if stages were searched for.
         tried: the best layouts that were planned, ``(layout, seconds of a step)``, best first.
         others: all plans in stages that were made exactly, this one first.
-        cluster: for which they are: that of the devices that work, where the plan leaves some idle.
+        cluster: the cluster for which they are: that of the devices that work, where the plan leaves some idle.
     """
 
     plan: Plan
@@ -151,7 +149,7 @@ def _on_some_devices(
 
 
 def faster_devices(cluster: Cluster, n: int) -> list[tuple[int, ...]]:
-    """Return sets of the first ``n`` devices without the slower ones; empty where all devices are equally fast.
+    """Return sets of the first ``n`` devices without the slower ones; empty if all devices are equally fast.
 
     There is one for each speed but the lowest, with all devices that are at least as fast; and of the fastest devices
     those of one machine, and one alone.
@@ -217,7 +215,7 @@ def _found(
 
 
 def _taken(captured: Captured, rows: int, request: PlanRequest) -> str:
-    """Return why the batch is not divided when microbatches are left open; empty where it may be."""
+    """Return why the batch is not divided when microbatches are left open; empty if it may be."""
     taken = taken_of_batch(captured.graph)
     if taken or request.input_rows is not None:
         return taken
@@ -250,7 +248,7 @@ def _hint_for_others(
 ) -> str:
     """Return a hint on what would fit a model whose whole batch does not.
 
-    Nothing where the same error ``why`` remains.
+    Nothing if the same error ``why`` remains.
     """
     free = replace(request, whole=False, piped=True, numbers=())
     try:
@@ -360,7 +358,7 @@ def in_stages(
         raise MeshError(f"{n} devices are wanted, cluster '{cluster.name}' has {cluster.n_devices}")
     if graph.loss is None:
         raise PlanError("a pipeline trains a model that returns its loss; give loss_fn= and targets=")
-    schedules = pins.schedules or tuple(DEFAULT_SCHEDULES)
+    schedules = pins.schedules or usual()
     for schedule in schedules:
         check_name(schedule)
     options = options_of(request)

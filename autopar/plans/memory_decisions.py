@@ -49,10 +49,10 @@ class MemoryDecision:
         said: what becomes of the memory, for reports: ``run again in the backward``.
         of: what it is made for: :data:`SEGMENTS`, :data:`RESULTS`, :data:`COPIES` or :data:`TENSORS`; empty for
             ``keep``.
-        seconds: what a microbatch waits for a tensor of so many bytes on one rank to leave and to come back, forward
+        seconds: what a microbatch waits for a tensor with some bytes on one rank to leave and to come back, forward
             and backward together; what runs beside compute is not waited for. Of :data:`TENSORS` only, as what follows.
         freed: makes of a tensor what gives it up and fills it: an :class:`autopar.lower.freed_tensors.Freed`.
-        may: for which tensors of a graph it may be made, of those that may be given up at all
+        may: says for which tensors of a graph it may be made, of those that may be given up at all
             (:func:`autopar.plans.regather.may_wait`).
     """
 
@@ -66,12 +66,12 @@ class MemoryDecision:
     def __post_init__(self) -> None:
         if self.of == TENSORS and (self.seconds is None or self.freed is None):
             raise ValueError(
-                f"memory decision '{self.name}': say what a tensor's way out and back takes (seconds=) and how its "
-                "memory is filled (freed=)"
+                f"memory decision '{self.name}': give seconds= (time for a tensor to leave the device and come back) "
+                "and freed= (what frees its memory and refills it)"
             )
 
     def price(self, costs: Costs, device: Device, n_bytes: int) -> float:
-        """Return :attr:`seconds`; 0 where the program's own operators and collectives are the price."""
+        """Return :attr:`seconds`; 0 if the program's own operators and collectives are the price."""
         return self.seconds(costs, device, n_bytes) if self.seconds is not None else 0.0
 
 

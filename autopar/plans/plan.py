@@ -27,7 +27,7 @@ from autopar.words.precision import Precision
 from cost_models.schedules.actions import Action, Schedule, check_size
 
 VERSION = 2
-"""Of plan files (:mod:`autopar.planfile`)."""
+"""The version of plan files (:mod:`autopar.planfile`)."""
 LIFETIMES = ("step", "use")
 
 Recompute = tuple[tuple[str, str], ...]
@@ -60,8 +60,8 @@ class Pins:
         stages: groups of devices.
         cuts: what all stages but the first begin with, as it was given: module paths or operators.
         schedules: names to choose from.
-        microbatches: of a step.
-        mesh: of every group of devices.
+        microbatches: the number of them in a step.
+        mesh: the mesh of every group of devices.
         ops: ``{pattern: {axis: factor}}``; a later pattern overrides an earlier one.
         params: ``{pattern: "replicate", a placement "S0,I", or one with a lifetime "S0,I use"}``.
         inputs, outputs: placements by input name and output position.
@@ -107,7 +107,7 @@ class StagePlan:
     """Decisions for one graph on one mesh: a stage, or a model that is not cut into stages.
 
     Attributes:
-        fingerprint: of the graph that this plan is for.
+        fingerprint: the fingerprint of the graph that this plan is for.
         mesh: axis names and sizes.
         ops: node name -> option name per axis (a factor, ``I``, ``R`` or ``P<group>``).
         params: qualified name -> how it is stored and used.
@@ -115,14 +115,14 @@ class StagePlan:
         outputs: placement of each output tensor (None for an output that is no tensor).
         routes: tensor, by :func:`reshard_key` -> reshard steps ``(from, to)``, a tree rooted at the producer's state.
         inputs: placement in which a rank receives an input; inputs not named here arrive whole (``R``).
-        optimizer, microbatches, in_flight: for which the price is counted: ``microbatches`` a step, of which so many
-            keep their activations at once (more than one in a stage of a pipeline).
-        price: of a training step on one rank.
+        optimizer, microbatches, in_flight: what the price is counted for: ``microbatches`` a step, of which
+            ``in_flight`` keep their activations at once (more than one in a stage of a pipeline).
+        price: the price of a training step on one rank.
         solution: what the solver said; None for a plan that was edited by hand.
         memory: what is not kept for the backward, by decision (:mod:`autopar.plans.memory_decisions`): for each the
             segments or the tensors, by :func:`reshard_key`, that it is made for.
         first: name of the first operator that depends on a parameter; a stage ends where the next one begins. Empty
-            where there is none.
+            if there is none.
         devices: ranks, in row-major order of the mesh.
         fullest: when the peak of the price is reached; None if that is when the optimizer steps, or was not looked for.
         peaks: what the peak of the price follows from; None of a plan whose price was not made here.
@@ -208,7 +208,7 @@ class StageEdge:
     Attributes:
         tensor: its name, as plans have it (:func:`reshard_key` of the whole graph): the readers have an input of that
             name.
-        spec: of one microbatch, whole.
+        spec: the spec of one microbatch, whole.
         needs_grad: whether a gradient comes back.
         source: number of the stage that makes it.
         output: its position among the outputs of that stage.
@@ -239,12 +239,12 @@ class Plan:
     ``plan.params``, ``plan.price`` and so on. With several stages that is an error that says where to look.
 
     Attributes:
-        fingerprint: of the whole graph, at the size of one microbatch.
+        fingerprint: the fingerprint of the whole graph, at the size of one microbatch.
         cluster: name or path of the hardware profile.
         stages: in execution order.
         schedule: what each group of devices does in which order; its number of microbatches is that of a step.
         crossings: what stages take from each other.
-        seconds: of a training step, simulated.
+        seconds: the seconds of a training step, simulated.
         notes: for the reader.
         pins: what the user asked for, so that the plan can be solved again with the same options.
     """
@@ -372,7 +372,7 @@ class Plan:
         """Return the same decisions for a model with the same operators, such as one in another precision.
 
         Args:
-            fingerprint: of the model's graph.
+            fingerprint: the fingerprint of the model's graph.
             of_stages: fingerprints of the stages' graphs.
         """
         stages = (replace(stage, fingerprint=new) for stage, new in zip(self.stages, of_stages, strict=True))

@@ -74,7 +74,7 @@ class PlanOption:
     """One option of a plan.
 
     Attributes:
-        name: of the argument of ``plan`` and ``parallelize``.
+        name: the name of the argument of ``plan`` and ``parallelize``.
         default: its value when not given.
         right, wanted: whether a value has the right type, and what one is, for messages.
         told: its text in docstrings.
@@ -203,7 +203,7 @@ def _named(option: str, example: str) -> Callable[[list[str]], dict[str, str]]:
 
 
 def _count(text: str) -> int | None:
-    """Return a whole number that counts something; None where the text is none."""
+    """Return a whole number that counts something; None if the text is none."""
     try:
         return parse_count(text)
     except Unreadable:

@@ -26,14 +26,16 @@ class Price:
         compute_seconds: forward and backward of the ops.
         activation_seconds: collectives on activations, forward and backward, those inside distributed ops included.
         parameter_seconds: gradient reductions and parameter gathers, as long as they take by themselves.
-        hidden_seconds: of these, what passes while operators compute (:mod:`cost_models.parameter_overlap`).
+        hidden_seconds: the part of the collectives' seconds that passes while operators compute
+            (:mod:`cost_models.parameter_overlap`).
         overhead_seconds: what the executor takes besides operators in all microbatches, sums of gradients included.
         optimizer_seconds: the optimizer's step, and what else is done once.
         parameter_bytes, gradient_bytes, optimizer_bytes: stored state of one rank; exact.
         gathered_bytes: copies of parameters (and their gradients) in the used placement, alive at once.
         activation_bytes: what autograd keeps for the backward of all microbatches in flight; of recomputed segments
             their inputs, and the rest of the largest one while it lives again.
-        again_bytes: of these, the rest of that largest segment: there once, however many microbatches are in flight.
+        again_bytes: the part of `activation_bytes` that is the rest of that largest segment: there once, however many
+            microbatches are in flight.
         working_bytes: what operators need while they run, at the fullest moment of the step: gradients of what they
             make and read, copies pending. Of what is counted above, gradients and activations are not all there at
             once; what is not there at that moment is taken off here, so this can be negative.
@@ -110,7 +112,7 @@ class Crossed(NamedTuple):
     """A tensor that a pipeline's stage gets from another one or gives to others, of one microbatch on one rank.
 
     Attributes:
-        gradient_bytes: of what goes the other way for it, to or from each peer; 0 where nothing does.
+        gradient_bytes: the bytes of what goes the other way for it, to or from each peer; 0 if nothing does.
         peers: the stage that it comes from, or those that it goes to.
     """
 
@@ -136,7 +138,7 @@ class OnTheirWay(NamedTuple):
 
     @staticmethod
     def at(in_flight: int, microbatches: int, backward: bool, is_first: bool) -> OnTheirWay:
-        """Return the pending tensors with so many microbatches in flight, the running one included.
+        """Return the pending tensors with `in_flight` microbatches, which include the running one.
 
         Under 1F1B a sent tensor stays until the peer has taken it, which is known from what it sends next: of an
         activation the gradient that comes next but one, of a gradient the activation that comes next but one.
@@ -170,10 +172,10 @@ class Fullest(NamedTuple):
 
     Attributes:
         n_bytes: all but parameters, their gathered copies and the optimizer's state.
-        moment: of the microbatch that runs; None where the optimizer steps.
+        moment: the moment of the microbatch that runs; None if the optimizer steps.
         in_flight: microbatches between forward and backward, the one that runs among them.
         is_first: no backward was before, so no gradients of parameters are there but its own.
-        crossing_bytes: of tensors pending between stages.
+        crossing_bytes: bytes of tensors pending between stages.
     """
 
     n_bytes: int
@@ -186,7 +188,7 @@ class Fullest(NamedTuple):
 class MicrobatchPeaks(NamedTuple):
     """The most that a microbatch has on one rank while its forward runs, and its backward, in bytes, and when.
 
-    Moments are None where nothing runs.
+    Moments are None if nothing runs.
     """
 
     forward_bytes: int
@@ -200,12 +202,13 @@ class StagePeaks:
     """Terms of the peak of a stage.
 
     Attributes:
-        first: of a microbatch whose backward makes the gradients of parameters; None if there never are all
+        first: the peaks of a microbatch whose backward makes the gradients of parameters; None if there never are all
             microbatches in flight, or gradients are there all the time.
-        later: of one whose backward adds to them; None if a step has one microbatch, whose backward makes them.
-        gradient_bytes: of parameters, as they are stored.
+        later: the peaks of one whose backward adds to them; None if a step has one microbatch, whose backward makes
+            them.
+        gradient_bytes: bytes of gradients of parameters, as they are stored.
         optimizer_bytes: what the optimizer needs in addition to its state while it steps.
-        kept_bytes: of every microbatch in flight.
+        kept_bytes: bytes saved for every microbatch in flight.
         arrived, sent: what the stage gets from others, and what it gives.
     """
 
@@ -219,7 +222,7 @@ class StagePeaks:
     microbatches: int
 
     def added_to(self, price: Price, in_flight: int) -> Price:
-        """Return the price with so many microbatches in flight."""
+        """Return the price with `in_flight` microbatches."""
         activation_bytes = in_flight * self.kept_bytes + price.again_bytes
         always = price.parameter_bytes + price.optimizer_bytes + price.gathered_bytes
         most = always + self.at_fullest(in_flight).n_bytes

@@ -28,7 +28,8 @@ class PlanRequest:
     Attributes:
         pins: those that the plan will remember.
         microbatches: into how many a step's batch is cut, where their number is fixed.
-        numbers: of microbatches, to choose from; none for all that divide the batch; None where the number is fixed.
+        numbers: numbers of microbatches, to choose from; none for all that divide the batch; None if the number is
+            fixed.
         piped: stages are looked at, too; where none are asked for, only of a model that can be trained in stages.
         insisted: something is asked of stages or microbatches, so a model that cannot have them is refused.
         whole: the caller runs the batch of a step at once (``pm(batch)``, ``loss.backward()``) unless told otherwise.

@@ -255,10 +255,10 @@ def _written_before(graph: Graph, params: set[str], stage: int) -> Graph | None:
 
 
 def stage_edges_of(graphs: Sequence[StageGraph]) -> tuple[StageEdge, ...]:
-    """Return all transfers between these stages, by the stage that makes the tensor."""
+    """Return all transfers between the stages in `graphs`, by the stage that makes the tensor."""
     return tuple(stage_edge for graph in graphs for stage_edge in graph.gives)
 
 
 def first_op(graph: Graph) -> str:
-    """Return the name of the first operator that depends on a parameter; empty where none does."""
+    """Return the name of the first operator that depends on a parameter; empty if none does."""
     return next((node.name for node in graph.nodes if node.kind == "op" and node.hot), "")

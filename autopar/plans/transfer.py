@@ -99,7 +99,7 @@ class Load:
 
 
 def loads(moved: Transfer) -> tuple[Load, ...]:
-    """Return what each rank sends, and what each receives, equal ones once; nothing where nothing is sent."""
+    """Return what each rank sends, and what each receives, equal ones once; nothing if nothing is sent."""
     ends: Counter[tuple[bool, int]] = Counter()
     n_bytes: Counter[tuple[bool, int]] = Counter()
     for piece in moved.pieces:

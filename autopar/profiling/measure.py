@@ -149,7 +149,7 @@ def measure_pass(
     ops: Sequence[LocalOp], seconds: float, failed: dict[str, str], clock: Clock, before: Sequence[Round] = (),
     note: Callable[[Sequence[Round]], None] | None = None,
 ) -> tuple[dict[str, Taken], float]:  # fmt: skip
-    """Measure a sequence of ops on all ranks at once for about so many seconds.
+    """Measure a sequence of ops on all ranks at once for about `seconds`.
 
     Also return the CPUs that others kept busy in the busiest round that counts. ``failed`` gets the reasons why ops do
     not run alone, by key; ``before`` are rounds of an interrupted measurement; ``note`` is given all rounds after each
@@ -206,7 +206,7 @@ def _running(
 def _round_that_fits(
     lives: list[_Live], entry: float, split: bool, pieces: int, failed: dict[str, str], clock: Clock
 ) -> tuple[dict[str, Taken], int]:
-    """Run a round, divided into so many parts that each fits into the device's memory; also return that number.
+    """Run a round, divided into parts that fit into the device's memory; also return the number of parts.
 
     An op that does not fit even alone is left out from then on.
     """

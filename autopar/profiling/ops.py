@@ -41,7 +41,7 @@ class TensorArgument:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its values."""
+        """Bytes of the tensor's values."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -53,9 +53,9 @@ class LocalOp:
         key: its name in a profile.
         fn: the callable, or the name of torch's operator (which cannot be sent to a process); args and kwargs hold
             :class:`~autopar.rules.operator_call.In` for tensors.
-        kind: of the cost model.
+        kind: the kind in the cost model.
         seconds: forward and backward by formula.
-        out_bytes: of its results.
+        out_bytes: bytes of its results.
     """
 
     key: str

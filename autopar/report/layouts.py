@@ -24,8 +24,8 @@ class LayoutRow:
 
     Attributes:
         bubble: idle share of all groups of devices.
-        memory_bytes: of the fullest device.
-        tokens_per_second: elements of the largest integer input of a step; rows of the batch where there is none.
+        memory_bytes: bytes of the fullest device.
+        tokens_per_second: elements of the largest integer input of a step; rows of the batch if there is none.
         utilisation: share of the devices' peak used by the model's own contractions, without recomputation.
         on_front: no other row is faster with as little memory.
     """
@@ -74,7 +74,7 @@ def _flops(graph: Graph) -> Mapping[str, float]:
 
 
 def tokens_of(graph: Graph) -> int:
-    """Return the tokens of a batch: elements of its largest integer input, or rows where there is none."""
+    """Return the tokens of a batch: elements of its largest integer input, or rows if there is none."""
     whole, rows = 0, 1
     for _, node in graph.of_kind("input"):
         if node.out.shape:

@@ -34,7 +34,7 @@ class DeviceMemory:
         group: number of the group of devices.
         stages: numbers of the stages on it.
         running: the stage that is at its peak.
-        contents: of each stage.
+        contents: the contents of each stage.
         limit_bytes: upper limit of the counted peak.
         budget: division of the smallest device's memory.
     """

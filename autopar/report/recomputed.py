@@ -25,7 +25,7 @@ def runs_again(graph: Graph, plan: StagePlan) -> list[str]:
 
 
 def waits(graph: Graph, plan: StagePlan) -> dict[str, list[str]]:
-    """Return such entries for each decision about tensors, by the operators that make them."""
+    """Return the blocks' entries for each decision about tensors, by the operators that make the tensors."""
     described = {}
     for record in about_tensors():
         if keys := plan.memory.get(record.name):

@@ -43,7 +43,7 @@ class OpRow:
         steps: ``from -> to`` of every reshard of its outputs.
         collectives: those inside the op and of the reshards, with the bytes of one rank's buffer.
         compute_seconds, collective_seconds: forward and backward of one copy, without overlapped ones.
-        hidden_seconds: of its collectives that overlap the operators in ``beside``.
+        hidden_seconds: seconds of its collectives that overlap the operators in ``beside``.
     """
 
     label: str

@@ -23,12 +23,12 @@ from autopar.words.placements import State
 
 @dataclass(frozen=True)
 class Alternative:
-    """Seconds of one strategy of an op, forward and backward; infinite where its neighbours cannot be reached.
+    """Seconds of one strategy of an op, forward and backward; infinite if its neighbours cannot be reached.
 
     Attributes:
         cuts: axis -> factor; ``replicate`` where none is sharded.
-        compute_seconds: of the op, collectives inside it included.
-        reshard_seconds: of resharding its inputs and outputs from and to its neighbours' placements.
+        compute_seconds: seconds of the op, collectives inside it included.
+        reshard_seconds: seconds of resharding its inputs and outputs from and to its neighbours' placements.
         parameter_seconds: gradient reductions and gathers of its parameters.
         stored_bytes: parameters, gradients and optimizer state of its parameters on one rank.
     """

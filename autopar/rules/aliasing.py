@@ -29,7 +29,7 @@ def may_alias(call: Call) -> bool:
 
 @cache
 def _by_schema(target: str) -> bool | None:
-    """Answer :func:`may_alias` for every call of an operator; None where it depends on the call."""
+    """Answer :func:`may_alias` for every call of an operator; None if it depends on the call."""
     try:
         op = resolve(target)
     except Exception:

@@ -23,7 +23,7 @@ def with_units(graph: Graph, rules: Sequence[Rule | None]) -> list[Rule | None]:
     """Return the rules with the blocks into which their factors may be cut (``Rule.units``).
 
     Args:
-        rules: of every node; equal calls share one object, and so they do in the result.
+        rules: the rules of every node; equal calls share one object, and so they do in the result.
     """
     units: dict[tuple[int, str], set[int]] = {}
     links = _links(graph, rules)
@@ -65,7 +65,7 @@ def _with_units(rule: Rule, units: dict[str, tuple[int, ...]]) -> Rule:
 
 
 def _term(rule: Rule, number: int) -> Term:
-    """Term number so-and-so of a rule, inputs first."""
+    """Return a term of a rule by its number, inputs first."""
     return (*rule.inputs, *rule.outputs)[number]
 
 

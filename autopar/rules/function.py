@@ -20,7 +20,7 @@ from autopar.rules.notation import Rule, line
 from autopar.rules.operator_call import Call
 from autopar.torch_private import DisableTorchFunction, FakeTensor, no_dispatch_modes, pytree, unset_fake_temporarily
 from autopar.words.autocasting import AutocastState, autocast_as
-from autopar.words.trees import PyTree, SavedContext
+from autopar.words.trees import Context, PyTree
 
 PREFIX = "function."
 _DRAWS = 0x9E3779B97F4A7C15
@@ -55,7 +55,7 @@ class Callee:
         reads: parameters and buffers that follow the leaves, and that the modules have while the code runs.
         random: the code draws numbers: it does so alike on all ranks, and again when it runs again.
         opaque: the code cannot run on tensors without values (it leaves torch).
-        autocast: that is on where the code is called.
+        autocast: the autocast that is on where the code is called.
         shared: arguments that are also read, by position, with the place in ``reads``: the code has them as one tensor.
         double: results are cast to float64, for a comparison in double precision.
     """
@@ -125,7 +125,7 @@ def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
 
 @contextlib.contextmanager
 def swapped(reads: Sequence[ReadTensor], values: Sequence[PyTree]) -> Iterator[None]:
-    """Give the modules these values of the parameters and buffers that are read."""
+    """Give the modules `values` for the parameters and buffers that are read."""
     tables = [(read.table, read.key) for read in reads]
     before = [table[key] for table, key in tables]
     try:
@@ -144,7 +144,7 @@ class _WithReads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: SavedContext, callee: Callee, *leaves: Any) -> Any:
+    def forward(ctx: Context, callee: Callee, *leaves: Any) -> Any:
         n = callee.spec.num_leaves
         inner = [
             x.detach().requires_grad_(x.requires_grad and x.is_floating_point()) if isinstance(x, torch.Tensor) else x
@@ -158,7 +158,7 @@ class _WithReads(torch.autograd.Function):
         return plain
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         inner, callee = ctx.inner, ctx.callee
         pairs = [(x, g) for x, g in zip(ctx.outs, grads, strict=True) if x.requires_grad and g is not None]
         for x in inner:
@@ -173,7 +173,7 @@ class _OnFakes(torch.autograd.Function):
     """The shapes of what the code gives for tensors without values; its gradients are zeros."""
 
     @staticmethod
-    def forward(ctx: SavedContext, callee: Callee, *leaves: Any) -> Any:
+    def forward(ctx: Context, callee: Callee, *leaves: Any) -> Any:
         ctx.leaves = leaves
         n = callee.spec.num_leaves
         inner = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -188,7 +188,7 @@ class _OnFakes(torch.autograd.Function):
         return fakes
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         return (None, *(
             torch.zeros_like(x) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in ctx.leaves
         ))  # fmt: skip

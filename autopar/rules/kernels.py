@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autopar.torch_private import HAS_FUSED_RMS_NORM
-from autopar.words.trees import PyTree, SavedContext
+from autopar.words.trees import Context, PyTree
 from hardware_profiles import Cluster, Device, is_gpu
 
 
@@ -62,13 +62,13 @@ class _RmsNormOfGpu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: SavedContext, x: torch.Tensor, weight: torch.Tensor | None, n_dims: int) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, weight: torch.Tensor | None, n_dims: int) -> torch.Tensor:
         rows = x.new_empty((*x.shape[: x.dim() - n_dims], *[1] * n_dims), dtype=torch.float32)
         ctx.save_for_backward(x, weight, rows)
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: SavedContext, *gradients: Any) -> Any:
+    def backward(ctx: Context, *gradients: Any) -> Any:
         x, weight, _ = ctx.saved_tensors
         of_weight = torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
         return torch.empty_like(x) if ctx.needs_input_grad[0] else None, of_weight, None

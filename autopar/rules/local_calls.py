@@ -37,7 +37,7 @@ def resolve(target: str) -> Callable[..., Any]:
 def is_told_device(call: Call) -> bool:
     """Check whether a call must be given the device of its result, by torch's schema.
 
-    It makes a tensor from nothing, or was given a device when the model was captured, which may not be the one it
+    It makes a tensor from nothing, or was given a device when the model was captured, which need not be the one it
     runs on.
     """
     if not call.target.startswith("aten."):
@@ -102,7 +102,7 @@ def collectives_inside(
     Args:
         pieces, axes: number of pieces and cutting axes of every cut factor, as :func:`cuts_of` gives them.
         differentiable: whether there is a backward.
-        sizes: of the axes.
+        sizes: the sizes of the axes.
     """
     lowering = rule.lowering(axes)
     for comm in () if lowering is None else lowering.comm:

@@ -62,10 +62,10 @@ class Comm:
         in_ring: made once for every other piece of the factor, as the steps of a ring are.
         overlaps: runs beside the operator's compute of the same pass; only what is longer than that takes time.
         repeats: how often it is made, one after the other, as by each step of a loop over time.
-        load: the shares of what ``factor`` cuts, where they are not all alike: the buffer is that of the rank which
+        load: the shares of what ``factor`` cuts, if they are not all alike: the buffer is that of the rank which
             sends or gets most.
         load_of: the factor that has the load, where it is another one.
-        from_pieces: made where the factor is cut into so many pieces or more.
+        from_pieces: the number of pieces of the factor from which on it is made.
         gathers: the buffer is what the ranks of the axis gather, as often that of a rank as there are ranks.
         when: ``first`` if nothing of the operator is computed before it, ``last`` if nothing is behind it, so that
             other operators may overlap it (:mod:`autopar.rules.lowering_helpers.overlapped_steps`); in a backward that
@@ -124,11 +124,11 @@ class Lowering:
             (per output dim, the axis names that cut it), so that the draw does not depend on the mesh.
         factors: those that it can cut, one or several at a time.
         comm: the collectives that it makes.
-        uneven: pieces need not be equal; where they are not, ``function`` also gets ``sizes={factor: global size}`` of
+        uneven: pieces need not be equal; if they are not, ``function`` also gets ``sizes={factor: global size}`` of
             all factors that are cut (a random operator's has ``shape``).
-        on_one_axis: of its factors those that not several axes may cut.
+        on_one_axis: those of its factors that at most one axis may cut.
         most_work: by the number of pieces of each factor that is cut, what the rank that computes most does, as a
-            multiple of an equal share; None where all have the same.
+            multiple of an equal share; None if all have the same.
         in_parts: the same in three calls, of the arguments of ``function``: one that begins the first collectives, one
             that waits for them, computes and begins the last ones, and one that waits for those and gives the result.
     """
@@ -167,17 +167,17 @@ class Rule:
         saves: inputs that autograd keeps for the backward; ``saves_out``: outputs that it keeps.
         random: draws random numbers: a lowering replaces the operator always, on every mesh.
         even: factors whose pieces must be equal: an argument is divided by their number.
-        units: of how many elements the blocks are into which a factor may be cut, beside single elements.
+        units: numbers of elements of the blocks into which a factor may be cut, beside single elements.
         together: names of options that cut several factors at once on one axis, with these factors. Such a name is a
             factor too, of a size in ``sizes`` that its pieces divide, and stands in no term; a lowering cuts it. With
             no factors, or such that stand in no term either, it cuts what none of the rule stands for, and ``in_as``
             and ``out_as`` say all placements.
         gemm: ``(rows, features, summed, groups)``, the factors of the largest matrix product inside, of which there is
-            one for each group; None where the terms of the rule say it.
+            one for each group; None if the terms of the rule say it.
         needs_some: factors of which every rank must have some: torch's kernels refuse a piece of no elements, or make
             no numbers of it. Of all others a rank may have none (6 over 4 ranks are 2, 2, 2 and 0).
         absent: names of options that such calls have and this one has not, and why: for whoever asks for one.
-        whole_gradients: the backward may not be linear in the gradient, so no rank runs it on a term of a sum.
+        whole_gradients: the backward need not be linear in the gradient, so no rank runs it on a term of a sum.
     """
 
     sizes: Mapping[str, int]
@@ -227,7 +227,7 @@ class Rule:
             raise RuleError(f"rule '{self}': '{self.curve}' is no curve; one of {', '.join((ADD, *MOVING_KINDS))}")
 
     def lowering(self, cut: Iterable[str]) -> Lowering | None:
-        """Return what replaces the operator where the factors ``cut`` are cut; None where it runs unchanged.
+        """Return what replaces the operator where the factors ``cut`` are cut; None if it runs unchanged.
 
         Raises:
             RuleError: no lowering cuts all of them at once (see :meth:`can_lower`).
@@ -317,7 +317,7 @@ class Rule:
         return factor if factor in self.sizes else None
 
     def size_at(self, factor: str, cuts: Mapping[str, int | Fraction]) -> int:
-        """Size of a factor on one rank: of the largest piece."""
+        """Return the size of a factor on one rank: of the largest piece."""
         pieces = cuts.get(factor, 1)
         for name, factors in self.together.items():
             if factor in factors:
@@ -325,7 +325,7 @@ class Rule:
         return -(-self.sizes[factor] // pieces)
 
     def flops_at(self, cuts: Mapping[str, int | Fraction]) -> float:
-        """Forward floating-point operations on one rank: of the largest pieces, and of the rank that computes most."""
+        """Return forward FLOPs on one rank: of the largest pieces, and of the rank that computes most."""
         if not self.flops:
             return 0.0
         lowering = self.lowering(cuts) if cuts else None

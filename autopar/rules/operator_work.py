@@ -34,7 +34,7 @@ def gemm_of(
     (``Rule.gemm``), m are the rows of one group.
 
     Args:
-        flops: of the forward on this rank.
+        flops: FLOPs of the forward on this rank.
         first, out: local shapes of the first input and the first output.
     """
     if rule.kind == "attention":
@@ -60,7 +60,7 @@ def gemm_of(
 
 
 def attention_shape(flops: float, first: Sequence[int], out: Sequence[int]) -> tuple[int, int, int] | None:
-    """Return ``(queries, keys that a query sees, size of a head)``; None where there is nothing to compute.
+    """Return ``(queries, keys that a query sees, size of a head)``; None if there is nothing to compute.
 
     Args:
         flops: 2 for each multiply-add of scores and values.
@@ -109,8 +109,8 @@ def moved_bytes(
 
     Args:
         read, written: bytes on one rank of each input and each output.
-        gradients: of which inputs there are gradients.
-        counted: of each input and each output whether it goes through memory.
+        gradients: for each input whether it has a gradient.
+        counted: for each input and each output, whether it goes through memory.
     """
     ins = [n * c for n, c in zip(read, counted, strict=False)]
     outs = [n * c for n, c in zip(written, counted[len(read) :], strict=True)]

@@ -18,7 +18,7 @@ GRADIENTS_PENDING = "R"
 
 @cache
 def factor_and_block(option: str) -> tuple[str, int]:
-    """Return the factor in the name of an option and the elements of its blocks, 0 where it is cut without blocks."""
+    """Return the factor in the name of an option and the elements of its blocks, 0 if it is cut without blocks."""
     factor, _, block = option.partition("*")
     return factor, int(block or 0)
 
@@ -29,10 +29,10 @@ def as_written(option: str) -> str:
 
 
 def option_written(text: str) -> str:
-    """Inverse of :func:`as_written`."""
+    """Invert :func:`as_written`."""
     return WHOLE if text == REPLICATE else text
 
 
 def listed(options: Iterable[str], between: str = ", ") -> str:
-    """Options in a message."""
+    """Return the options in a message."""
     return between.join(map(as_written, options))

@@ -35,8 +35,8 @@ BY_DEVICE = frozenset({"aten.scaled_dot_product_attention.default", "aten.batch_
 """Operators that choose their kernel by the device: on ``meta`` there is no fused attention, and a batch norm in eval
 mode makes statistics that nobody needs. They are tried on fake tensors of the CPU."""
 LOWERED_ALIKE = frozenset({"aten.scaled_dot_product_attention.default"})
-"""Of those, the ones whose distributed lowerings take the kernels of the CPU on ``meta`` too, where a trial takes a
-quarter of the time of one on fake tensors."""
+"""Operators of :data:`BY_DEVICE` whose distributed lowerings take the kernels of the CPU on ``meta`` too, where a trial
+takes a quarter of the time of one on fake tensors."""
 
 CANNOT_BE_TRIED = (RuntimeError, ZeroDivisionError)
 """What torch raises for a call that cannot be made without values: an operator without a kernel for ``meta``
@@ -75,7 +75,7 @@ class Saved:
         ins: positions of the inputs whose memory autograd keeps.
         results: one for every output that is a tensor.
         memories: ``(bytes, whether autograd keeps it)`` of the memory that outputs lie in, but for that of inputs.
-        inside_bytes: of memory that no output lies in and autograd keeps.
+        inside_bytes: bytes of memory that no output lies in and autograd keeps.
     """
 
     ins: tuple[int, ...]
@@ -90,7 +90,7 @@ class Saved:
 
 
 def contiguous(shape: Sequence[int]) -> Strides:
-    """Strides of a tensor in row-major order."""
+    """Return the strides of a tensor in row-major order."""
     strides, step = [0] * len(shape), 1
     for d in range(len(shape) - 1, -1, -1):
         strides[d] = step
@@ -239,7 +239,7 @@ def _key_of_trial(local: LocalCall, call: Call, mesh: Mesh, ins: Sequence[LocalL
 
 
 def without_values(ins: Sequence[LocalLayout], device: str) -> list[torch.Tensor]:
-    """Tensors that lie as the inputs of a call do on one rank."""
+    """Return the tensors that lie as the inputs of a call do on one rank."""
     return [
         torch.empty_strided(x.shape, x.strides, dtype=getattr(torch, x.dtype), device=device).requires_grad_(x.grad)
         for x in ins

@@ -143,7 +143,7 @@ def options_of(graph: Graph, node: Node, rule: Rule, blocks: Sequence[tuple[str,
 
 
 def blocks_named(rule: Rule, names: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the blocks in names of options, if the rule's factors can be cut into such."""
+    """Return the blocks in `names` of options, if the rule's factors can be cut into them."""
     blocks = dict.fromkeys(factor_and_block(name) for name in names if re.fullmatch(r"\w+\*[1-9]\d{0,17}", name))
     return [(f, block) for f, block in blocks if f in rule.in_blocks and not rule.sizes[f] % block]
 

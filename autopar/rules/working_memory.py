@@ -20,7 +20,7 @@ from autopar.rules.operator_call import Call
 from autopar.rules.saved_tensors import LocalLayout, Strides, filled, key_of_call, trial_of, without_values
 from autopar.torch_private import pytree
 from autopar.words.meshes import Mesh
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 
 class Gradient(NamedTuple):
@@ -38,8 +38,8 @@ class Needs:
     Attributes:
         forward_bytes: the most that its forward makes and has at once.
         backward_bytes: the most that its backward has at once of what it keeps, of gradients, and of what it makes.
-        kept_bytes: of these, what it keeps at first that is neither input nor parameter.
-        out_bytes: of these, the gradients of its outputs.
+        kept_bytes: the part of `backward_bytes` that the forward kept and that is neither input nor parameter.
+        out_bytes: the part of `backward_bytes` that gradients of the outputs take.
         gradients: one for every input; None for one that has none.
         memories: bytes of the gradients' own memory.
     """
@@ -94,8 +94,7 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: SavedContext, bytes_of_gradients: dict[StorageWeakRef, int], arriving: Sequence[Strides],
-        *outputs: torch.Tensor,
+        ctx: Context, bytes_of_gradients: dict[StorageWeakRef, int], arriving: Sequence[Strides], *outputs: torch.Tensor
     ) -> torch.Tensor:
         ctx.bytes_of_gradients = bytes_of_gradients
         # of an output that has holes (a part of a split) the gradient has none: it lies as a copy of it would
@@ -104,7 +103,7 @@ class _Root(torch.autograd.Function):
         return outputs[0].new_empty(())
 
     @staticmethod
-    def backward(ctx: SavedContext, *_: Any) -> Any:
+    def backward(ctx: Context, *_: Any) -> Any:
         grads = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in ctx.layouts
@@ -118,12 +117,12 @@ class _Leaf(torch.autograd.Function):
     """The end of the trial's backward for one input: it reads the gradient."""
 
     @staticmethod
-    def forward(ctx: SavedContext, ends: dict[int, torch.Tensor], position: int, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, ends: dict[int, torch.Tensor], position: int, x: torch.Tensor) -> torch.Tensor:
         ctx.ends, ctx.position = ends, position
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
         ctx.ends[ctx.position] = grads[0]
         return None, None, None
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 AutocastState = Mapping[str, torch.dtype]
-"""The precision of autocast by the kind of device that it is on for; empty where it is off."""
+"""The precision of autocast by the kind of device that it is on for; empty if it is off."""
 KINDS = ("cpu", "cuda")
 OFF: AutocastState = {}
 

@@ -133,11 +133,11 @@ class Node:
         hot: the value depends on a parameter, or on an input that wants a gradient. Only hot nodes are planned by the
             ILP; the others follow demand.
         site: number of the node in the model's graph, where this one is part of a stage: random ops draw by it.
-        rows: of a random operator, where the rows of the batch are in what it draws; none where it draws once for all
-            of them, None where that is not known.
-        strides: of a random operator, those of the tensor that it draws in eager mode; none of a contiguous one.
+        rows: for a random operator, where the rows of the batch are in what it draws; none where it draws once for all
+            of them, None if that is not known.
+        strides: for a random operator, the strides of the tensor that it draws in eager mode; none of a contiguous one.
         again: number of the region under activation checkpointing whose code made it; -1 for none.
-        load: of routed experts, the share of rows that each has; empty where all have the same. For prices alone: a
+        load: for routed experts, the share of rows that each has; empty if all have the same. For prices alone: a
             plan is for any load.
         narrow: how a product, or a parameter that is a weight of one, takes part in a policy's narrow products; None
             for all else. For prices and bytes alone.
@@ -203,12 +203,12 @@ class Graph:
         tied: other qualified names of a parameter, ``{alias: name in the graph}``.
         updates: buffers that the forward changes, ``{buffer name: new value}``.
         sends: how many of the first outputs are tensors for later pipeline stages.
-        targets: of each of these, the stages that read it.
+        targets: for each of `sends`, the stages that read it.
         arriving: inputs that are tensors of earlier pipeline stages, by name, and the stage that each comes from.
         precision: the policy for which it was captured: its parameters are stored in another format than it reads.
         expert_load: what its nodes have their loads from, by patterns of modules.
         before: what a call writes to trained parameters before it reads them, such as a mask or a bound: its
-            ``updates`` are their new values, which follow from parameters and buffers alone. None where it writes none.
+            ``updates`` are their new values, which follow from parameters and buffers alone. None if it writes none.
     """
 
     nodes: tuple[Node, ...]
@@ -362,7 +362,7 @@ class Graph:
 
 
 def part_for(graph: Graph, outputs: Sequence[Ref]) -> Graph:
-    """Return the part of a graph that computes these tensors; random operators draw as in the whole."""
+    """Return the part of a graph that computes `outputs`; random operators draw as in the whole."""
     wanted = {ref.node for ref in outputs}
     for i in range(len(graph.nodes) - 1, -1, -1):
         if i in wanted:

@@ -72,20 +72,20 @@ def uniform(n_experts: int) -> Load:
 
 
 def shares_of_ranks(load: Load, ranks: int) -> list[float]:
-    """Return the share of rows of each of so many ranks, to which ``torch.chunk`` deals the experts."""
+    """Return the share of rows of each of `ranks` ranks, to which ``torch.chunk`` deals the experts."""
     each = -(-len(load) // ranks)
     return [math.fsum(load[k * each : (k + 1) * each]) for k in range(ranks)]
 
 
 def busiest(load: Load, ranks: int) -> tuple[int, float]:
-    """Return the first rank that has most rows of so many, and its share."""
+    """Return the first of `ranks` ranks that has most rows, and its share."""
     shares = shares_of_ranks(load, ranks)
     most = max(shares)
     return shares.index(most), most
 
 
 def path_to_busiest(load: Load, sizes: Sequence[int]) -> list[tuple[int, list[float]]]:
-    """Return the path of rows to the busiest rank, where axes of these sizes cut the experts one after the other.
+    """Return the path of rows to the busiest rank, if axes of `sizes` cut the experts one after the other.
 
     It has for each axis the busiest rank's number on it, and the share of the rows sent along it that each rank gets.
     """

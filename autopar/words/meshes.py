@@ -17,7 +17,7 @@ AXIS_NAMES = ("data", "tensor", "context", "expert")
 """Names of the axes of a mesh whose shape autopar chooses."""
 
 MOST_AXES = 16
-"""Of a mesh that is given."""
+"""The most axes of a mesh that is given."""
 
 
 class Mesh(tuple[tuple[str, int], ...]):
@@ -27,12 +27,12 @@ class Mesh(tuple[tuple[str, int], ...]):
 
     @classmethod
     def of(cls, **sizes: int) -> Mesh:
-        """Return the mesh of these axes, in the order in which they are given."""
+        """Return the mesh of axes of `sizes`, by name, in the order in which they are given."""
         return cls(sizes.items())
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], named: Collection[str] = ()) -> Mesh:
-        """Return a mesh of axes of these sizes, with the first of :data:`AXIS_NAMES`, or with ``named`` among them."""
+        """Return a mesh of axes of `sizes`, with the first of :data:`AXIS_NAMES`, or with ``named`` among them."""
         if len(named) > len(sizes) or not set(named) <= set(AXIS_NAMES):
             named = ()
         others = [name for name in AXIS_NAMES if name not in named][: len(sizes) - len(named)]

@@ -19,7 +19,7 @@ class NarrowFormat(NamedTuple):
     Attributes:
         rate: the device's rate at which the products run.
         needs: the rate that a device must have: its cores read such numbers with their scales.
-        item_bytes: of one element in one copy, scales included.
+        item_bytes: bytes of one element in one copy, scales included.
         passes: reads of a wide tensor to cast it: two where the largest value is searched first.
     """
 

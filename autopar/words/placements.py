@@ -114,7 +114,7 @@ def shard(dim: int, unit: int = 1) -> Placement:
 
 
 def kinds_listed(kinds: str) -> str:
-    """Return the placements of these kinds for a message: ``S<dim>, I``."""
+    """Return the placements of `kinds` for a message: ``S<dim>, I``."""
     return ", ".join("S<dim>" if kind == "S" else kind for kind in kinds)
 
 
@@ -125,7 +125,7 @@ class State(tuple[Placement, ...]):
 
     @classmethod
     def of(cls, *texts: str) -> State:
-        """Return the state of these placements: ``State.of("S0", "R")``."""
+        """Return the state of the placements in `texts`: ``State.of("S0", "R")``."""
         return cls(map(Placement, texts))
 
     @classmethod
@@ -150,17 +150,17 @@ class State(tuple[Placement, ...]):
 
     @property
     def is_cut(self) -> bool:
-        """True where some axis cuts the tensor."""
+        """True if some axis cuts the tensor."""
         return any(placement.is_shard for placement in self)
 
     @property
     def in_shards(self) -> bool:
-        """True where no rank has the value by itself: some axis cuts it, or its sum is pending."""
+        """True if no rank has the value by itself: some axis cuts it, or its sum is pending."""
         return not all(placement.is_replicated for placement in self)
 
     @property
     def has_units(self) -> bool:
-        """True where some axis cuts a dim into blocks of more than one element."""
+        """True if some axis cuts a dim into blocks of more than one element."""
         return any(placement.unit > 1 for placement in self)
 
     def started(self, grad: bool) -> State:
@@ -275,7 +275,7 @@ def path(src: State, dst: State) -> list[Step] | None:
 
 
 def steps_from(state: State, choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[int, State]]:
-    """Yield all ``(axis, new state)`` that one legal step reaches, with these placements of each axis."""
+    """Yield all ``(axis, new state)`` that one legal step reaches, with the placements of each axis in `choices`."""
     for axis, options in enumerate(choices):
         for dst in options:
             if step_is_legal(state, axis, dst):

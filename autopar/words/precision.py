@@ -156,7 +156,7 @@ class Precision:
 
     @property
     def low(self) -> torch.dtype | None:
-        """The format in which the program computes; None where nothing is cast."""
+        """The format in which the program computes; None if nothing is cast."""
         return None if self.params == OWN else _dtype(self.params)
 
     @property
@@ -166,7 +166,7 @@ class Precision:
 
     @property
     def rounds(self) -> bool:
-        """True where a step computes in other formats than it writes, which torch's optimizers do not."""
+        """True if a step computes in other formats than it writes, which torch's optimizers do not."""
         return self.moments != self.master or self.stochastic_rounding
 
     def stored(self, dtype: str) -> str:
@@ -182,7 +182,7 @@ class Precision:
         return self.reduce if dtype in _BITS else dtype
 
     def accumulated(self, dtype: str) -> str:
-        """Return the format in which gradients of such a parameter are summed over the microbatches of a step."""
+        """Return the format in which gradients of a parameter of `dtype` are summed over a step's microbatches."""
         return self.summed(dtype) if self.stored(dtype) != dtype else dtype
 
     @contextlib.contextmanager

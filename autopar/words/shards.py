@@ -18,7 +18,7 @@ from autopar.words.placements import State, changed_axis
 def shard_of(n: int, size: int, at: int, unit: int = 1) -> tuple[int, int]:
     """Return ``(start, length)`` of shard number ``at`` of ``n`` elements over ``size`` ranks, as of ``torch.chunk``.
 
-    All shards have ``ceil(n / size)`` elements, but for later ones, which are smaller or empty where ``size`` does not
+    All shards have ``ceil(n / size)`` elements, but for later ones, which are smaller or empty if ``size`` does not
     divide ``n``. With a block size ``unit``, which divides ``n``, the same is true of blocks.
     """
     length = largest_shard(n, size, unit)

@@ -55,7 +55,7 @@ def printable(text: str) -> str:
 
 
 def show_bytes(n: float) -> str:
-    """Return such as ``1.50 GiB``."""
+    """Return bytes as text, such as ``1.50 GiB``."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(n) >= size:
             return f"{n / size:.2f} {unit}"
@@ -63,7 +63,7 @@ def show_bytes(n: float) -> str:
 
 
 def show_seconds(s: float) -> str:
-    """Return such as ``1.50 ms``."""
+    """Return seconds as text, such as ``1.50 ms``."""
     if not math.isfinite(s):
         return "-"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

@@ -10,7 +10,7 @@ from torch.autograd.function import FunctionCtx
 PyTree: TypeAlias = Any  # nested tuples, lists, dicts of values
 
 
-class SavedContext(FunctionCtx):
+class Context(FunctionCtx):
     """The context of an autograd Function, on which its forward saves what its backward reads."""
 
     if TYPE_CHECKING:

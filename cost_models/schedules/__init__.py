@@ -1,7 +1,7 @@
 """Pipeline schedules as data. Numbers only: no torch, no model, no ranks.
 
 ====================== ================================================================================================
-:mod:`.schedule_kinds` every schedule as a record; a new one is added here
+:mod:`.schedule_kinds` every schedule as a record; a new one registers itself there (docs/adding.md)
 :mod:`.actions`        actions, rows and the text form; :mod:`.stage_placement`: ranks of stages
 :mod:`.builders`       rows of the textbook schedules; :mod:`.listing`: rows by a policy; :mod:`.asynchronous`:
                        PipeDream
@@ -19,15 +19,15 @@ from .best_order import BestOrder, search
 from .builders import forward_only
 from .grid import grid
 from .other_count import with_microbatches
-from .schedule_kinds import SCHEDULES, USUAL, Fill, ScheduleKind, allows, build, fill_of, label_of, parse_kind
+from .schedule_kinds import SCHEDULES, Fill, ScheduleKind, allows, build, fill_of, label_of, parse_kind, usual
 from .simulate import Deadlock, simulate
 from .stage_placement import loop_placement, v_placement
 from .timeline import Timeline, live_at_peak, live_per_rank, live_per_stage, peak_bytes
 from .times import Edge, Times, times
 
 __all__ = [
-    "SCHEDULES", "USUAL", "Action", "BestOrder", "Deadlock", "Edge", "Fill", "Overlap", "Schedule", "ScheduleKind",
+    "SCHEDULES", "Action", "BestOrder", "Deadlock", "Edge", "Fill", "Overlap", "Schedule", "ScheduleKind",
     "Timeline", "Times", "allows", "build", "fill_of", "forward_only", "grid", "label_of", "live_at_peak",
     "live_per_rank", "live_per_stage", "loop_placement", "parse", "parse_kind", "peak_bytes", "search", "simulate",
-    "times", "v_placement", "with_microbatches",
+    "times", "usual", "v_placement", "with_microbatches",
 ]  # fmt: skip

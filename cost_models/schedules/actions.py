@@ -87,7 +87,7 @@ class Schedule:
         return tuple(tuple(a for step in row for a in parts(step)) for row in self.rows)
 
     def actions(self) -> Iterator[tuple[int, Action]]:
-        """Yield (rank, action) of all of them, rank by rank."""
+        """Yield (rank, action) of all actions, rank by rank."""
         for rank, row in enumerate(self.flat_rows):
             for action in row:
                 yield rank, action

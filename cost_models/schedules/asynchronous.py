@@ -39,7 +39,7 @@ class AsynchronousSchedule:
     delay: int | None
 
     def updates(self, action: Action) -> bool:
-        """Return True if its stage makes a new version right after `action`."""
+        """Return True if the stage of `action` makes a new version right after it."""
         return action.kind == "B" and (action.microbatch + 1) % self.n_accumulate == 0
 
     def versions(self) -> dict[tuple[int, int], int]:

@@ -172,7 +172,7 @@ def _fits(schedule: Schedule, problem: OrderProblem) -> bool:
 
 
 def improve(timeline: Timeline, problem: OrderProblem, simulations: int) -> Timeline:
-    """Swap neighbours on a rank along the critical path while it helps, within so many simulations."""
+    """Swap neighbours on a rank along the critical path while it helps, within `simulations` simulations."""
     if any(len(parts(step)) > 1 for row in timeline.schedule.rows for step in row):
         return timeline  # overlapped pairs stay together: no single swap is meant for them
     spent = 0

@@ -4,14 +4,13 @@
     1f1b              backward as soon as possible, S - s kept on stage s    Narayanan et al. 2020, arXiv:2006.09503
     interleaved-1f1b  several stages a rank, 0 1 .. P-1 0 1 ..               Narayanan et al. 2021, arXiv:2104.04473
     zb-h1             split backward; the weights' half fills bubbles        Qi et al. 2023, arXiv:2401.10241
-    zb-v              two stages a rank in a V: 0 1 .. P-1 P-1 .. 1 0        the same, section 6
+    zb-v              two stages a rank in a V: 0 1 .. P-1 P-1 .. 1 0        Qi et al. 2024, arXiv:2405.15362
     dualpipe-v        V, with forwards and backwards overlapped              DeepSeek-V3, arXiv:2412.19437
 
 The orders are those of `torch.distributed.pipelining.schedules` (2.13; tests compare them), with these differences:
 
-- 1f1b: this is what torch's `Schedule1F1B.step` does. Its list for display, `_get_pipeline_order`, differs from that:
-the
-  last rank begins with microbatch 1, and a rank has too many forwards when there are fewer microbatches than stages.
+- 1f1b: this is what torch's `Schedule1F1B.step` does. Its list for display, `_get_pipeline_order`, differs:
+  the last rank begins with microbatch 1, and a rank has too many forwards if microbatches are fewer than stages.
 - zb-h1: torch has no class of this name. Its `ScheduleInterleavedZeroBubble` (ZB1P) with one stage a rank is it: rank r
   warms up with P - 1 - r forwards and runs weight gradients r microbatches late, so that every rank keeps at most P
   microbatches until their weight gradient (figure 2 of the paper). With several stages a rank, torch's order.

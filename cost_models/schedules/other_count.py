@@ -10,7 +10,7 @@ from .times import times
 
 
 def with_microbatches(schedule: Schedule, n_microbatches: int) -> Schedule:
-    """Return the same kind of schedule for so many microbatches, with no more in flight on any rank.
+    """Return the same kind of schedule for `n_microbatches`, with no more in flight on any rank.
 
     Where the kind does not exist for that number (rounds that do not come out even), needs more memory, or has no name
     by which it could be built, an order is searched that needs no more.

@@ -13,8 +13,8 @@ through one of them before the next one's turn. The zero-bubble rows have their 
 input-gradient and weight-gradient times and m >= S; a backward that is not split leaves 1/v. All numbers are those of
 the simulator, which tests compare.
 
-A new schedule is a builder in :mod:`.builders` and a record here. The planner, the command line and the tests read
-everything else from the record.
+A new schedule is one file with a builder and a record added to `SCHEDULES`, imported in ``__init__.py``
+(docs/adding.md). The planner, the command line and the tests read everything else from the record.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class ScheduleKind:
     Attributes:
         build, check, placement, in_flight: see the types above. `in_flight` is never less for a smaller i, nor for a
             larger S with the same i.
-        bubble: of a degree: the share of the other groups' times that a step waits for, all of it in 1F1B.
-        drain: of a degree: the share of earlier groups' last backwards behind which a group's once-a-step work hides.
-        fewest, most: stages that a group may hold; most is None where any number may be.
+        bubble: gives for a degree the share of the other groups' times that a step waits for, all of it in 1F1B.
+        drain: gives for a degree the share of earlier groups' last backwards behind which a group's once-a-step work
+            hides.
+        fewest, most: stages that a group may hold; most is None if any number may be.
         splits: the backward is computed in halves, so where it cannot be split the bubble is larger.
         by_distance: `in_flight` depends on S - i and m only, so one search finds all numbers of groups.
         usual: searched unless schedules are named. The others cannot win by the price as it is: GPipe takes as long as
@@ -69,11 +70,11 @@ class ScheduleKind:
     usual: bool = True
 
     def allows_degree(self, degree: int) -> bool:
-        """Return True if a group may hold so many stages."""
+        """Return True if a group may hold `degree` stages."""
         return self.fewest <= degree and (self.most is None or degree <= self.most)
 
     def degrees(self, groups: int, n_blocks: int) -> list[int]:
-        """Return the degrees of interleaving worth a look for blocks in the stages of so many groups.
+        """Return the degrees of interleaving worth a look for `n_blocks` blocks in the stages of `groups` groups.
 
         For every number of blocks that a stage may have, the most stages; the fewest first.
         """
@@ -84,7 +85,7 @@ class ScheduleKind:
         return [d for d in sorted({self.fewest, *natural}) if self.fewest <= d <= most]
 
     def at(self, degree: int | None = None) -> Fill:
-        """Return the schedule with so many stages a group, by default the fewest; ValueError if not allowed."""
+        """Return the schedule with `degree` stages a group, by default the fewest; ValueError if not allowed."""
         return _fill(self.name, self.fewest if degree is None else degree)
 
 
@@ -133,7 +134,7 @@ class Fill:
         return self.kind.in_flight(group, groups, microbatches, self.chunks)
 
     def allows(self, groups: int, microbatches: int) -> bool:
-        """Return True if it can be built for so many groups and microbatches."""
+        """Return True if the schedule can be built for `groups` and `microbatches`."""
         return allows(self.name, groups * self.chunks, groups, microbatches)
 
 
@@ -177,8 +178,11 @@ SCHEDULES = {
     )
 }  # fmt: skip
 """All schedules that are built by name."""
-USUAL = tuple(name for name, kind in SCHEDULES.items() if kind.usual)
-"""Names of the schedules that are searched by default."""
+
+
+def usual() -> tuple[str, ...]:
+    """Return the names of the schedules that are searched by default."""
+    return tuple(name for name, kind in SCHEDULES.items() if kind.usual)
 
 
 @lru_cache(maxsize=1024)
@@ -191,7 +195,7 @@ def _fill(name: str, degree: int) -> Fill:
 
 
 def parse_kind(text: str) -> tuple[ScheduleKind, int | None]:
-    """Parse `zb-h1`, or `interleaved-1f1b:4` with the degree of interleaving (None where it is left open).
+    """Parse `zb-h1`, or `interleaved-1f1b:4` with the degree of interleaving (None if it is left open).
 
     An unknown name or a degree that it does not allow raises ValueError.
     """
@@ -234,7 +238,7 @@ def build(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> Schedu
 
 
 def allows(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> bool:
-    """Return True if `build` would succeed for these counts; without building it."""
+    """Return True if `build` would succeed for the given counts, without building the schedule."""
     try:
         SCHEDULES[name].check(name, n_stages, n_ranks, n_microbatches)
     except ValueError:

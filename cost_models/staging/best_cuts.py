@@ -33,7 +33,7 @@ def stage(
 ) -> list[StagingEstimate]:  # fmt: skip
     """Return the `n_candidates` best of the best cuts into every number of stages, best first.
 
-    `problem` is that of a step with so many microbatches: costs are of one of them. Each candidate is the optimum for
+    `problem` is that of a step with `n_microbatches`: costs are of one of them. Each candidate is the optimum for
     its number of stages; `lower_bound_seconds` below the first one's `seconds` means that `width` was reached, and by
     how much its optimality is unproved.
     """
@@ -76,7 +76,7 @@ def stage(
 
 
 def _depths(whole: StageTable, fill: Fill, m: int) -> Iterator[int | None]:
-    """Yield the numbers of stages that need a search of their own; None where one search finds them all."""
+    """Yield the numbers of stages that need a search of their own; None if one search finds them all."""
     limit = whole.problem.stage_limit
     if fill.by_distance:
         yield None

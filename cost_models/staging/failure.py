@@ -14,7 +14,7 @@ from .words import NothingFits, StagingEstimate, StagingProblem
 ATTEMPT_WIDTH = 1024
 """Labels for each block: an attempt is there to be shown, not to be the best."""
 PRECISION = 1e-3
-"""Of the memory that would be needed."""
+"""The precision of the memory that would be needed."""
 STEP, NEAR, LONG_STEP = 4, 100, 1000
 """By what the memory is multiplied until something fits: by little up to NEAR times what there is, then by much."""
 HOPELESS = 1e12
@@ -77,7 +77,7 @@ def _attempt(table: StageTable, fill: Fill, m: int, factor: float) -> StagingEst
 
 
 def _least_memory(table: StageTable, fill: Fill, m: int) -> StagingEstimate | None:
-    """Return a plan that fits in nearly the least multiple of the memory; None where none fits in any."""
+    """Return a plan that fits in nearly the least multiple of the memory; None if none fits in any."""
     low, high = 1.0, 2.0
     best = None
     while best is None:

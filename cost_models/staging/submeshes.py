@@ -67,7 +67,7 @@ def submeshes(
 
 
 def place(pools: Sequence[Pool], stages: Sequence[Submesh]) -> list[tuple[int, ...]] | None:
-    """Return the device numbers of each stage, counted within its pool node after node; None where they do not pack.
+    """Return the device numbers of each stage, counted within its pool node after node; None if they do not pack.
 
     Stages that do not fill a node stay inside one; larger ones take whole nodes and, where their size needs it, a
     part of one more. Stages that follow each other stand as near as that allows.

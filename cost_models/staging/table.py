@@ -29,7 +29,7 @@ class StageTable:
         run_of: {(first block, last block): run}.
         rows_of: first row of each run, and the end.
         submesh: index into the problem's submeshes, of each row.
-        n_blocks, costs: of each row.
+        n_blocks, costs: the number of blocks and the costs of each row.
     """
 
     problem: StagingProblem

@@ -28,7 +28,7 @@ class Pool:
     Attributes:
         device_type: name.
         node_sizes: devices of each node that holds this type; nodes may be unequal.
-        memory_bytes: of one device, what a stage may fill.
+        memory_bytes: what a stage may fill of one device.
     """
 
     device_type: str
@@ -78,7 +78,7 @@ class StageCost:
 
 
 Cost = Callable[[int, int, Submesh], StageCost | None]
-"""(first block, last block, submesh) -> cost, or None where the blocks cannot run there."""
+"""(first block, last block, submesh) -> cost, or None if the blocks cannot run there."""
 Transfer = Callable[[int, Submesh, Submesh], float]
 """(first block after the cut, from, to) -> seconds of one microbatch's tensors; its gradients take as long back."""
 
@@ -100,7 +100,7 @@ class StagingProblem:
         n_blocks: length of the chain.
         pools: the devices, one entry a type.
         submeshes: the places that a stage may have, see `alpa_sizes`.
-        cost: of a stage. Asked once for every distinct run of block classes on every submesh.
+        cost: the cost of a stage. Asked once for every distinct run of block classes on every submesh.
         transfer: over a cut. Asked once for every distinct (class before, class after) and pair of places.
         classes: one label a block; runs of equal labels share their cost. None: all blocks differ.
         place: two submeshes with the same place are the same to `transfer`; fewer places, faster search.
@@ -108,7 +108,7 @@ class StagingProblem:
             own. Otherwise the earlier stage also waits for them, both ways.
         all_devices: every device must belong to a stage; otherwise some may stay idle.
         recompute: one of RECOMPUTE.
-        max_stages: at most so many; None: one for every block.
+        max_stages: the most stages; None: one for every block.
     """
 
     n_blocks: int

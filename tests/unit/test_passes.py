@@ -141,6 +141,11 @@ def test_a_pass_stands_behind_what_it_needs(own_passes: None) -> None:
     assert names.index("pattern") == names.index("selected_rows") + 1
     with pytest.raises(ValueError, match="'pattern' is there"):
         register(Pass("pattern", PROGRAM, lambda program: None, "nothing"))
+    register(Pass("behind", PROGRAM, lambda program: None, "nothing", needs=("gathered_matrices",)))
+    with pytest.raises(ValueError, match="needs 'expert_blocks', which runs later"):
+        register(Pass("early", PROGRAM, lambda program: None, "nothing", needs=("expert_blocks",)))
+    with pytest.raises(ValueError, match="cannot run before 'expert_blocks', of another phase"):
+        register(Pass("misplaced", PROGRAM, lambda program: None, "nothing"), before="expert_blocks")
     with pytest.raises(ValueError, match="needs 'nobody', which is not there"):
         register(Pass("other", PROGRAM, lambda program: None, "nothing", needs=("nobody",)))
 
@@ -246,3 +251,17 @@ def test_the_command_lists_dumps_and_skips(tmp_path: Any) -> None:
     assert "aten.linear.default(%input" in dumped.output
     refused = CliRunner().invoke(app, ["inspect", spec, "--skip-pass", "dead_operators"])
     assert refused.exit_code and "cannot be skipped" in str(refused.exception)
+
+
+OWN = """
+from autopar.capture import passes
+passes.register(passes.Pass("own", passes.DRAFT, lambda draft: draft, "nothing", needs=("common_subexpressions",)))
+"""
+
+
+def test_the_command_knows_the_passes_that_a_models_file_registers(own_passes: None, tmp_path: Any) -> None:
+    (tmp_path / "with_own.py").write_text(OWN + MODEL)
+    for option, said in (("--passes", "own"), ("--dump-after=own", "aten.linear"), ("--skip-pass=own", "aten.linear")):
+        module._PASSES[:] = [p for p in module._PASSES if p.name != "own"]
+        shown = CliRunner().invoke(app, ["inspect", f"{tmp_path / 'with_own.py'}:make", option])
+        assert shown.exit_code == 0 and said in shown.output, option

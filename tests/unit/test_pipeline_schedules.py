@@ -9,6 +9,7 @@ import pytest
 from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
+from autopar.planner.inter_op.candidates import PipelineOptions
 from cost_models.schedules import (
     SCHEDULES,
     Action,
@@ -21,6 +22,7 @@ from cost_models.schedules import (
     parse,
     simulate,
     times,
+    usual,
     v_placement,
 )
 
@@ -268,3 +270,8 @@ def test_what_is_allowed_can_be_built(name):
         assert allows(name, *counts) == built, counts
         seen.add(built)
     assert seen == {True, False}
+
+
+def test_a_usual_schedule_that_is_registered_later_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES, "mine", dataclasses.replace(SCHEDULES["1f1b"], name="mine"))
+    assert "mine" in usual() and "mine" in PipelineOptions(1).schedules

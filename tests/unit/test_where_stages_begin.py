@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from autopar.capture import capture
 from autopar.planner.inter_op.blocks import blocks
 from autopar.planner.intra_op.building.fold import fold
-from autopar.planner.intra_op.memory.recompute_choices import block_starts
+from autopar.planner.intra_op.memory.recomputable import block_starts
 from autopar.plans.stage_graphs import hot_ops
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph

@@ -90,7 +90,7 @@ def _scattered(emit: Emit, target: str, base: Ref, new: Ref, spec: Spec, dim: in
 
 
 def _order(size: Sequence[int], stride: Sequence[int]) -> list[int] | None:
-    """Return the dims of a dense tensor in memory order, outermost first; None where it has gaps or overlaps."""
+    """Return the dims of a dense tensor in memory order, outermost first; None if it has gaps or overlaps."""
     order = sorted(range(len(size)), key=lambda d: (-stride[d] if size[d] > 1 else 0, d))
     order = [d for d in order if size[d] > 1] + [d for d in order if size[d] <= 1]
     step = 1

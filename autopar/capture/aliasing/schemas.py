@@ -23,7 +23,7 @@ class Facts:
     Attributes:
         writes: ``(position, name)`` of the arguments that are written; a position of -1 stands for keyword only.
         pure: the operator without writes: ``foo`` for ``foo_``, for ``__ifoo__`` and for the ``out=`` variants of
-            ``foo``. It gives one result per written argument. None where there is none.
+            ``foo``. It gives one result per written argument. None if there is none.
         renames: it writes shape, strides or history of its first argument, never values (``unsqueeze_``); ``pure`` is
             a view then.
         may_alias: an output may share memory with an input.
@@ -102,7 +102,7 @@ def parts_of(op: OpOverload, args: Sequence[object]) -> torch.fx.GraphModule | N
 def results_of(
     op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], spec_of: Callable[[Ref], Spec]
 ) -> tuple[Spec | None, ...]:
-    """Return the specs of the results of a call, from a run on tensors without values; empty where it cannot run so."""
+    """Return the specs of the results of a call, from a run on tensors without values; empty if it cannot run so."""
 
     def empty(ref: Ref) -> torch.Tensor:
         spec = spec_of(ref)
@@ -127,7 +127,7 @@ def argument_names(op: OpOverload) -> frozenset[str]:
 
 
 def argument(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], name: str) -> Any:
-    """Return a named argument of a call, or its default; None where the schema has no such argument."""
+    """Return a named argument of a call, or its default; None if the schema has no such argument."""
     for position, a in enumerate(op._schema.arguments):
         if a.name == name:
             if not a.kwarg_only and position < len(args):

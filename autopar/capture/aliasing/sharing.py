@@ -41,7 +41,7 @@ class Sharing:
         self.known: dict[object, list[Shared]] = {}
 
     def __call__(self, fx: torch.fx.Node, op: OpOverload) -> list[Shared]:
-        """Return the memory of every output of a call; empty where the operator cannot run on empty tensors."""
+        """Return the memory of every output of a call; empty if the operator cannot run on empty tensors."""
         inputs = fx.all_input_nodes
         numbers = {n: i for i, n in enumerate(inputs)}
         args, kwargs = torch.fx.node.map_arg((fx.args, dict(fx.kwargs)), lambda n: _Input(numbers[n]))

@@ -45,7 +45,7 @@ class Geometry(NamedTuple):
 
     @staticmethod
     def within(outer: Geometry | None, val: torch.Tensor, stride: tuple[int, ...], offset: int) -> Geometry | None:
-        """Return the geometry of a view in ``outer``; None where it reads the memory as another dtype."""
+        """Return the geometry of a view in ``outer``; None if it reads the memory as another dtype."""
         if outer is None or outer.dtype != val.dtype or len(stride) != val.dim():
             return None
         return Geometry(tuple(val.size()), stride, outer.offset + offset, val.dtype)
@@ -74,7 +74,7 @@ class ViewStep:
     places: dict[int, Place] = field(default_factory=dict)
 
     def form(self, base: Ref) -> Form:
-        """Return its target and arguments on another value of what is viewed."""
+        """Return the view's target and arguments, with `base` as what is viewed."""
         return self.target, map_refs(self.args, lambda r: base if r == self.parent else r)
 
 
@@ -95,7 +95,7 @@ class Place:
 
 @dataclass(eq=False)
 class History:
-    """What autograd knows of a storage: ``root`` is the root's value with this gradient, None where there is none.
+    """What autograd knows of a storage: ``root`` is the root's value with this gradient, None if there is none.
 
     ``known`` has the values of places at ``version``. ``by_data`` says that it came by ``x.data``: autograd does not
     notice what is written there, not even where it has kept the values.

@@ -115,7 +115,7 @@ def asked_for_rows_only() -> bool:
 
 
 def rows_are_asked_for(number: str) -> bool:
-    """Check that the branch that is asked for right now may be entered also where there are no rows, and note it.
+    """Check that the branch that is asked for right now may be entered also if there are no rows, and note it.
 
     Args:
         number: torch's name of the number of rows.
@@ -132,7 +132,7 @@ def rows_are_asked_for(number: str) -> bool:
 def take_list(tensor: torch.Tensor, what: str = LIST, only_if: Callable[[Any], bool] = lambda _answer: True) -> Any:
     """Return the example's answer to ``tensor.tolist()``, of integers that follow from inputs alone.
 
-    None where there is none: the example has no values, or the trace was not tried yet without a fixed list.
+    None if there is none: the example has no values, or the trace was not tried yet without a fixed list.
 
     ``what``: :data:`LIST`, or :data:`NUMBER` or :data:`PLACES` where a single integer or a mask is read. ``only_if``:
     which answers are given; of another one there is none.
@@ -170,7 +170,7 @@ class Read(Drawn):
 
     @staticmethod
     def refusal(what: str) -> CaptureError:
-        """Return the error where its digits are wanted."""
+        """Return the error for code that reads a tensor's value, as `what` says."""
         return CaptureError(
             f"forward reads the value of a tensor that depends on its inputs or parameters, {what}, at "
             f"{site_of().partition('@')[0]}: a program would use the one of the example at every step\n  compute with "
@@ -188,7 +188,7 @@ pytree.register_pytree_node(Read, lambda read: ([read.tensor], None), lambda lea
 
 
 def can_be_listed(tensor: torch.Tensor) -> bool:
-    """Check that a tensor is integers in a list, as sizes are."""
+    """Check that a tensor has dims and integers, so that it can be read as a list of sizes."""
     return tensor.ndim > 0 and tensor.dtype in (torch.int64, torch.int32)
 
 

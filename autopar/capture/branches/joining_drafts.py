@@ -65,7 +65,7 @@ class Union:
         self.updates = {self.at[name]: ref for name, ref in self.base.updates.items()}
         """New values of the base's buffers, by the numbers of these."""
         self.more: dict[Any, int] = {}
-        """Of what other traces read and the base does not, the numbers by :func:`key_of`."""
+        """Numbers of what other traces read and the base does not, by :func:`key_of`."""
 
     def spec(self, ref: Ref) -> Spec:
         """Return the spec of a value."""

@@ -37,7 +37,7 @@ def with_numbers(
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Return the arguments of a call with numbers for the integers that torch would read.
 
-    ``number``: gives that of a tensor of one integer; None where it is not known, and the tensor stays.
+    ``number``: gives that of a tensor of one integer; None if it is not known, and the tensor stays.
     """
     args, kwargs = tuple(args), dict(kwargs)
 

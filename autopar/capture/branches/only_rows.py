@@ -1,7 +1,7 @@
 """Branches that do nothing but work on the rows of a mask: ``if mask.any(): out[mask] = f(x[mask])``.
 
 Whether such a mask selects any rows does not matter: no rows count as nothing. But ``if mask.any(): count = count + 1``
-does something else too, which a program must not do where there are no rows. Whether a branch does is read from its
+does something else too, which a program must not do if there are no rows. Whether a branch does is read from its
 source: all that it assigns is used in it alone, and all that it writes to are the mask's rows of a tensor. What cannot
 be read so, or does more, is a branch like any other, whose way is checked at every call.
 
@@ -77,7 +77,7 @@ class _Question(NamedTuple):
     """One question of a branch.
 
     Attributes:
-        function: in which it stands.
+        function: the function in which it stands.
         test: what is asked, with the numbers that are named written out: ``rows.numel() == 0`` of ``n == 0``.
         asked: names in it.
         work: what runs where there are rows, the other side of the branch being empty.
@@ -300,7 +300,7 @@ class _Branch:
     """Statements that run where there are rows.
 
     Args:
-        function: that they stand in.
+        function: the function that they stand in.
         asked: names of the mask, or of the rows, in the question.
         turn: the name of what a loop runs through, if its turns are asked about: a mask compares something with it.
     """

@@ -25,7 +25,7 @@ class Question(NamedTuple):
     Attributes:
         module: path of the module whose code asks.
         site: ``file.py:12@8-31``: line and columns of the question.
-        number: of questions before it in the trace.
+        number: the number of questions before it in the trace.
     """
 
     module: str

@@ -62,7 +62,7 @@ class _SameNames:
     def __init__(self) -> None:
         self.name_of: dict[int, str] = {}
         self.alive: list[torch.Tensor] = []
-        """Those that have names, so that no other is taken for one of them."""
+        """Tensors that have names, kept alive so that no other is taken for one of them."""
         self.written: set[str] = set()
         """Names of those that a trace writes."""
 
@@ -94,10 +94,10 @@ class Explorer:
     """Traces a model with other answers.
 
     Args:
-        builder: of the first trace, which goes into the graph.
+        builder: the builder of the first trace, which goes into the graph.
         first: what it gave, where every answer was False.
         again: makes a trace with some answers: a builder and the exported program.
-        prefix: of module paths that users do not see.
+        prefix: the prefix of module paths that users do not see.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Explorer:
                 base, self.yes = trial, self.yes | {site}
 
     def _trace(self, flipped: Sequence[Question], inside: Mapping[Question, Question]) -> Trace:
-        """Return the trace with these answers flipped, its questions told by those of the base.
+        """Return the trace with the answers to `flipped` changed, its questions named as those of the base.
 
         ``inside``: the question on which a question hangs, as far as is known.
         """
@@ -186,7 +186,7 @@ class Explorer:
         raise Apart(why)
 
     def _united_by(self, groups: Sequence[Sequence[Question]]) -> United:
-        """Unite the traces in which one of these groups is answered otherwise."""
+        """Unite the traces in each of which one of `groups` is answered otherwise."""
         written = frozenset(self.names.written)
         union = Union(self.base.draft, self.base.unwritten(written))
         for group in groups:
@@ -215,7 +215,7 @@ def _around(question: Question, inside: Mapping[Question, Question]) -> Iterator
 
 
 def _by_bits(questions: Sequence[Question]) -> Iterator[list[Question]]:
-    """Yield for every bit of their numbers the questions that have it."""
+    """Yield, for every bit of the questions' numbers, the questions that have it."""
     for bit in range(len(questions).bit_length()):
         group = [q for i, q in enumerate(questions, 1) if i >> bit & 1]
         if group:

@@ -22,7 +22,7 @@ class United:
     Attributes:
         questions: what decides, by the number of the node of its condition.
         statistics: buffers of batch norms whose new values the draft computes itself.
-        constants: that come from other traces than the base, by name.
+        constants: the constants that come from other traces than the base, by name.
     """
 
     draft: Draft
@@ -40,7 +40,7 @@ def unite(union: Union, prefix: str) -> United:
 
 
 def after_what_is_inside(union: Union) -> list[Question]:
-    """Return the questions as they were asked, each behind those that hang on it."""
+    """Return the questions in the order of asking, each after the questions that hang on it."""
     inner: dict[Question, list[Question]] = {}
     for question, outer in union.inside.items():
         inner.setdefault(outer, []).append(question)

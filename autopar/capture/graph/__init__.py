@@ -10,7 +10,7 @@
 :mod:`.selected_rows`         rows that a mask selects are all rows, and the mask; :mod:`.rows_of_graph`: what stands
                               for them; :mod:`.row_by_row`: what works on each by itself; :mod:`.rows_put_back`: where
                               they become part of a tensor of all; :mod:`.joined_rows`: those of several masks at once
-:mod:`.conditional_writes`    what modules write that are called where there are such rows
+:mod:`.conditional_writes`    what modules write that are called if there are such rows
 :mod:`.same_masks`            masks that select the same rows, written down more than once
 :mod:`.expert_turns`          loops over experts on such rows are one turn; :mod:`.run_once`: its body;
                               :mod:`.spread_gates`: masks that are columns of gates

@@ -1,7 +1,7 @@
 """What a branch on whether a mask selects rows writes beside its rows: ``self.calls += 1`` in the forward of an expert.
 
 Such a branch is entered always (:mod:`.selected_rows`). Its own lines do nothing but work on the rows, but modules that
-they call may write to buffers. Those writes are made so that they change nothing where the mask selects no rows.
+they call may write to buffers. Those writes are made so that they change nothing if the mask selects no rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def write_where_there_are_rows(
 
     Args:
         graph: the program.
-        masks: of every node that works on selected rows, or finds them, the mask.
+        masks: the mask of every node that works on selected rows or finds them.
         questions: the masks for which the code asks whether they select any rows, and the node of the question, or the
             last one that was made before it.
         leaving: nodes at which selected rows become part of a tensor of all rows, and the mask that selects them.

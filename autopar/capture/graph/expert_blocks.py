@@ -30,7 +30,7 @@ def with_expert_blocks(nodes: Sequence[Node], read: Sequence[Ref]) -> list[Node]
     """Return the nodes with every block in the place of its last operator; its others have no readers then.
 
     Args:
-        nodes: of a graph.
+        nodes: the nodes of a graph.
         read: values that are read outside of the nodes: outputs, new values of buffers.
     """
     result = list(nodes)

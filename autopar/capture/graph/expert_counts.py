@@ -18,7 +18,7 @@ ZEROS, ONES = ("aten.zeros", "aten.new_zeros"), ("aten.ones", "aten.new_ones")
 
 
 def counted_numbers(counts: object) -> FxNode:
-    """Return the integers whose occurrences a tensor counts, in any shape and dtype; None where not known."""
+    """Return the integers whose occurrences a tensor counts, in any shape and dtype; None if not known."""
     counts = behind(counts, CASTS)
     if not isinstance(counts, Node):
         return None
@@ -77,7 +77,7 @@ def _marked(total: FxNode) -> FxNode:
 
 
 def picking(picked: FxNode, several: Sequence[str], one: Sequence[str]) -> tuple[FxNode, int | None] | None:
-    """Return the operator that picked numbers along a dim, and that dim: None where it picked of all elements.
+    """Return the operator that picked numbers along a dim, and that dim: None if it picked of all elements.
 
     The numbers may be the second result of an operator named in ``several``, or the result of one in ``one``.
     """
@@ -92,7 +92,7 @@ def picking(picked: FxNode, several: Sequence[str], one: Sequence[str]) -> tuple
 
 
 def number_of_choices(picked: object) -> int | None:
-    """Return how many numbers there are of which some, or the best one, were picked; None where not picked."""
+    """Return how many numbers there are of which some, or the best one, were picked; None if not picked."""
     picked = behind(picked, (*CASTS, *PARTS))
     found = picking(picked, PICKS_SEVERAL, PICKS_ONE) if isinstance(picked, Node) else None
     if found is None or found[1] is None:

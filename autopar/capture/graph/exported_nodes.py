@@ -55,7 +55,7 @@ def without_values(fx: torch.fx.Node) -> Any:
 
 
 def drawn_strides(fx: torch.fx.Node) -> tuple[int, ...]:
-    """Return the strides of the draw of a traced random operator; none where it is contiguous.
+    """Return the strides of the draw of a traced random operator; none if it is contiguous.
 
     In place it draws into the tensor that it is given, else into a new one that lies as that tensor does, but for
     ``torch.bernoulli`` and ``torch.normal``.
@@ -108,7 +108,7 @@ def _innermost(trace: str) -> str:
 
 
 def at(fx: torch.fx.Node) -> str:
-    """Return `` at file.py:12`` for messages; empty where the line is not known."""
+    """Return `` at file.py:12`` for messages; empty if the line is not known."""
     source = source_of(fx)
     return f" at {source}" if source else ""
 

@@ -56,7 +56,7 @@ class JoinedRows:
         return True
 
     def takes_joined(self, node: Node) -> bool:
-        """Check whether a node takes such rows; notes what stands for what it makes, or writes it."""
+        """Check whether a node takes joined rows; if so, note what replaces its result, or write the rows."""
         joined = {n: rows for n in node.all_input_nodes if isinstance(rows := self.state.rows.get(n), Joined)}
         counts = {n: c for n in node.all_input_nodes if isinstance(c := self.state.counts.get(n), tuple)}
         if not joined and not counts:

@@ -46,7 +46,7 @@ def with_narrow_products(graph: Graph) -> Graph:
 
 
 def none_narrow(graph: Graph) -> str:
-    """Return what is wrong where a policy asks for narrow products and a graph has none; empty where nothing is."""
+    """Return what is wrong where a policy asks for narrow products and a graph has none; empty if nothing is."""
     policy = graph.precision
     if policy is None or not policy.products or any(n.narrow for _, n in graph.of_kind("op")):
         return ""

@@ -17,7 +17,7 @@ class NodeEmitter:
     """Maker of the nodes of a graph.
 
     Attributes:
-        prefix: of module paths that users do not see.
+        prefix: the prefix of module paths that users do not see.
         at: the traced node that is walked over: new nodes get its name, module and line.
         no_grad: gradients do not flow at that node.
         region: number of the region under activation checkpointing around that node; -1 for none.

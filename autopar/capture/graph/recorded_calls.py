@@ -11,9 +11,9 @@ def recorded_call(recording: Recording, name: str, args: tuple[PyTree, ...]) -> 
     """Return the function that was called, and its arguments.
 
     Args:
-        recording: of the trace.
-        name: of the operator in the trace that stands for the call.
-        args: of that operator: tensors (one, for a hook) and the number of the call.
+        recording: the recording of the trace.
+        name: the name of the operator in the trace that stands for the call.
+        args: the arguments of that operator: tensors (one, for a hook) and the number of the call.
     """
     callee = recording.calls[args[1]]
     tensors = iter([args[0]] if name == HOOK else args[0])

@@ -86,7 +86,7 @@ def _is_along_others(node: Node, args: Sequence[Node], taken: Sequence[Rows], _d
 
 
 def _is_of_leading_rows(features: int) -> _Judge:
-    """Check, of an operator on so many last dims of its first input, that these are not the rows."""
+    """Make a check that the last `features` dims of an operator's first input are not the rows."""
     return lambda node, args, taken, _dim: args == [node.args[0]] and taken[0].dim < _dims(args[0]) - features
 
 

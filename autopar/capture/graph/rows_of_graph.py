@@ -89,7 +89,7 @@ class NodeMaker:
         """Make the error of a use of selected rows that has no form of fixed size."""
         return CaptureError(
             f"{what} rows that a mask selects, in '{module_of(self.node) or '<model>'}'{at(self.node)}: how many there "
-            "are depends on values\n  do with each row what does not depend on the others, and add or put it back by "
+            "are depends on values\n  compute each row independently of the others and write or add it back by "
             "the same mask (out.index_add_(0, rows, y); out[mask] = y), or compute all rows and use torch.where"
         )
 
@@ -146,7 +146,7 @@ class RowsOfGraph(NodeMaker):
         """Return the rows of a node; positions are computed."""
         rows = self.rows[node]
         if not isinstance(rows, Rows):
-            raise self.refused("several tensors at once are taken of")
+            raise self.refused("an operator with several outputs reads")
         if rows.full is not None:
             return rows
         shape, val = val_of(rows.mask).shape, val_of(rows.mask)

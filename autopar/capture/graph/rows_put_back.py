@@ -129,7 +129,7 @@ class RowsPutBack:
         elif not accumulate and val_of(values).numel() == 1:  # out[mask] = 0
             put = values
         else:
-            raise self.state.refused("values of a fixed size are put in the places of")
+            raise self.state.refused("a tensor of fixed size is written to")
         if accumulate:
             return self._write(node, aten.add.Tensor, (tensor, put), {})
         before = self._added_to(tensor, values, at_dims)

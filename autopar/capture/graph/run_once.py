@@ -117,7 +117,7 @@ class IsomorphicBodies(Lockstep):
 
     @abstractmethod
     def product(self, nodes: Sequence[Node], left: int, right: int, turned: bool) -> Node:
-        """Emit the product of rows with the matrix of each expert, [k n], or ``turned`` [n k], at these arguments."""
+        """Emit the product of the rows at `left` with each expert's matrix at `right`, [k n] or, if `turned`, [n k]."""
 
     @abstractmethod
     def own(self, values: Sequence[FxNode], rank: int) -> Node:
@@ -220,7 +220,10 @@ class TurnBody(IsomorphicBodies):
         return super().batched(nodes)
 
     def _of_each(self, nodes: Sequence[Node], taken: TakenRows) -> Node:
-        """Repeat rows that were taken as often as each position has experts; of columns, take that of the expert."""
+        """Repeat each taken row once per expert of its position.
+
+        Where every expert reads a column of its own, take that column.
+        """
         sources = [taken.gathers[x][0] for x in nodes]
         if any(taken.gathers[x][1] != taken.gathers[nodes[0]][1] for x in nodes) or 0 not in taken.gathers[nodes[0]][1]:
             raise NotIsomorphicError
@@ -356,7 +359,7 @@ class TurnBody(IsomorphicBodies):
 
 
 def _columns_of(tensors: Sequence[FxNode]) -> Node | None:
-    """Return the tensor whose columns, its last dim, these are in order; they may keep that dim."""
+    """Return the tensor whose columns (last dim) are `tensors`, in order; they may keep that dim."""
     last = tensors[0].meta["val"].dim() - 1
     if all(x.target is aten.unsqueeze.default and int(x.args[1]) % (last + 1) == last for x in tensors):
         tensors = at(tensors, 0)

@@ -1,6 +1,6 @@
 """Masks that select the same rows, however often a model writes them down: ``out[e == k] = f(x[e == k])``.
 
-Two masks are the same where they are equal expressions of the same tensors, and where one is the other in another
+Two masks are the same if they are equal expressions of the same tensors, and where one is the other in another
 shape: ``mask.view(-1)`` selects the same elements in the same order as ``mask``. Nothing may write to what they are
 made of.
 """
@@ -47,7 +47,7 @@ class SameMasks:
 
 
 def behind(value: object, views: tuple[str, ...]) -> Any:
-    """Return the tensor behind views or casts: operators of these names are passed over."""
+    """Return the tensor behind views or casts: operators named in `views` are passed over."""
     while isinstance(value, Node) and value.op == "call_function" and name_of(value.target) in views:
         value = value.args[0]
     return value

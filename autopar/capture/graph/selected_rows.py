@@ -89,7 +89,7 @@ def _compared_by(mask: Node) -> Any:
 
 
 def _are_counts_of(counts: object, numbers: object) -> bool:
-    """Check whether counts say how often each of these numbers occurs.
+    """Check whether `counts` say how often each of `numbers` occurs.
 
     They were counted, or the numbers are the groups of places by the counts' running sums.
     """
@@ -112,7 +112,7 @@ class SelectedRows:
         asked: nodes that select rows for which the model's code asks, by their number, whether there are any, and the
             last node that was made before it asked.
         finders: nodes that find rows by a mask.
-        masks: of numbers that select where they are not 0, the mask.
+        masks: the masks of numbers that select where they are not 0.
     """
 
     def __init__(self, state: RowsOfGraph, asked: Mapping[Node, Node]) -> None:
@@ -291,7 +291,7 @@ class SelectedRows:
             self.state.rows[node.args[0]] = self.state.rows[node]  # type: ignore[index]
 
     def _takes_coordinate(self, node: Node, rows: Rows) -> bool:
-        """Take positions of rows from a tensor of them, or in another shape; return whether the node does so."""
+        """Handle a node that reshapes positions of rows or takes a coordinate of them; return whether it is one."""
         name, out = str(node.target), node.meta["val"]
         n = val_of(rows.mask).dim()
         if rows.coordinate == EVERY:
@@ -337,7 +337,7 @@ class SelectedRows:
         return self._of_positions(tensor, masks.pop(), at_dims)  # type: ignore[arg-type]
 
     def _of_positions(self, tensor: Any, mask: Node, at_dims: dict[int, int]) -> Rows:
-        """Return a tensor, indexed in these dims by these coordinates of the mask's positions."""
+        """Return a tensor, indexed in each dim of `at_dims` by its coordinate of the mask's positions."""
         shape, val = val_of(mask).shape, val_of(tensor)
         dims = sorted(at_dims)
         lead = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0

@@ -47,7 +47,7 @@ def column_of(mask: Any) -> tuple[Node, Any, int] | None:
 def numbers_spread(gates: object, others: float = 0.0) -> Any:
     """Return the columns of ``gates`` [rows n] that may hold something else than ``others``, int [rows k].
 
-    They are all different in a row; None where they are not known.
+    They are all different in a row; None if they are not known.
     """
     gates = behind(gates, CASTS)
     if not isinstance(gates, Node) or gates.meta["val"].dim() != 2:

@@ -27,14 +27,18 @@ one, add a file; to do without one, delete it, and only its own tests fail.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
 
+_begun = False
 
-@functools.cache
+
 def load() -> None:
-    """Import every pattern, in the order of their names."""
+    """Import every pattern, in the order of their names; what a pattern itself calls while it is imported does not."""
+    global _begun
+    if _begun:
+        return
+    _begun = True
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         importlib.import_module(f"{__name__}.{name}")
 

@@ -52,7 +52,7 @@ class Transcripts:
         self, log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
         reduction: str = "mean", zero_infinity: bool = False,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Compute ``torch.nn.functional.ctc_loss``, whose arguments these are; None for a single row."""
+        """Compute ``torch.nn.functional.ctc_loss``, with the same parameters; None for a single row."""
         if log_probs.ndim != 3:
             return None
         _, rows, mask = self._taken.get(id(targets), (None, targets, None))

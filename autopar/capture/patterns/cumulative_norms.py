@@ -40,7 +40,7 @@ class CumulativeNorms:
         weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
         training: bool = False, momentum: Any = 0.1, eps: float = 1e-5,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute ``torch.nn.functional.batch_norm``, whose arguments these are."""
+        """Compute ``torch.nn.functional.batch_norm``, with the same parameters."""
         part_of_the_way = None
         if isinstance(momentum, Drawn):  # of SyncBatchNorm, which asks for an item
             part_of_the_way = momentum.tensor

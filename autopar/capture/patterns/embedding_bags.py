@@ -26,7 +26,7 @@ def _taken_apart(
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Compute ``torch.nn.functional.embedding_bag``, whose arguments these are; None for what is left as it is."""
+    """Compute ``torch.nn.functional.embedding_bag``, with the same parameters; None for what is left as it is."""
     if max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean") or not input.numel():
         return None
     if (input.ndim, offsets is None) not in ((2, True), (1, False)):

@@ -80,7 +80,7 @@ def _taken(masks: list[Node], emit: Emit) -> tuple[Node, dict[Node, int]]:
 
 
 def _reached_by(graph: Graph, leaving: Mapping[Node, Node], asked: set[Node]) -> dict[Node, frozenset[Any]]:
-    """Return, by node, the masks of which one must select rows for a gradient to reach it; empty where none can."""
+    """Return, by node, the masks of which one must select rows for a gradient to reach it; empty if none can."""
     reached: dict[Node, frozenset[Any]] = {}
     always = frozenset([ALWAYS])
     for node in reversed(graph.nodes):

@@ -47,7 +47,7 @@ class _Places:
 
 
 class Dispatched:
-    """Handler of the places of matrices in a trace, and of their orders."""
+    """Handler of `nonzero` of gate matrices, and of `sort` of what it found."""
 
     def __init__(self) -> None:
         self._found: list[tuple[torch.Tensor, torch.Tensor]] = []

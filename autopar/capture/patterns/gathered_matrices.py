@@ -175,7 +175,7 @@ class _Products(NodeMaker):
     def _as_rows(
         self, x: Node, letters: Sequence[str | None], lead: Sequence[str], rest: Sequence[str], sizes: dict[str, int]
     ) -> Node:
-        """Return a tensor with these dims in front, repeated where it has none of them, as rows [rows ...]."""
+        """Return `x` as rows [rows ...]: the dims of `lead` in front, repeated where `x` has none of them."""
         shape = x.meta["val"].shape
         named = [c for c in letters if c is not None]
         if len(named) < len(letters):
@@ -190,7 +190,7 @@ class _Products(NodeMaker):
         return self.emit(aten.reshape.default, (x, [prod(full[: len(lead)]), *full[len(lead) :]]))
 
     def _by_element(self, node: Node) -> Node | None:
-        """Compute rows in place of an operator that works element by element on such tensors."""
+        """Compute rows in place of an operator that works element by element on gathered tensors."""
         given = [n for n in node.all_input_nodes if n in self.flat]
         schema = getattr(node.target, "_schema", None)
         if not given or not is_by_element(node) or schema is None or schema.is_mutable:

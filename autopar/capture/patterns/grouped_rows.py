@@ -144,7 +144,7 @@ def _is_total(number: torch.Tensor) -> bool:
 
 
 def _are_counts(elements: Sequence[Any]) -> bool:
-    """Check that these are all elements, in order, of a tensor that counts how often numbers occur."""
+    """Check that `elements` are all those of a tensor that counts how often numbers occur, in order."""
     whole = elements[0][0] if elements and elements[0] is not None else None
     if whole is None or [*elements] != [(whole, k) for k in range(whole.meta["val"].shape[0])]:
         return False
@@ -158,7 +158,7 @@ def _check(total: torch.Tensor, rows: int) -> None:
 def _product(
     mat_a: torch.Tensor, mat_b: torch.Tensor, *, offs: object = None, bias: object = None, out_dtype: object = None
 ) -> torch.Tensor | None:
-    """Compute ``torch.nn.functional.grouped_mm``, whose arguments these are; None for what is left as it is."""
+    """Compute ``torch.nn.functional.grouped_mm``, with the same parameters; None for what is left as it is."""
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None:
         return None
     if out_dtype not in (None, mat_a.dtype):
@@ -167,7 +167,7 @@ def _product(
 
 
 def _counts(input: torch.Tensor, weights: object = None, minlength: int = 0) -> torch.Tensor | None:
-    """Compute ``torch.bincount``, whose arguments these are; None for what is left as it is."""
+    """Compute ``torch.bincount``, with the same parameters; None for what is left as it is."""
     if weights is not None or not minlength or input.dim() != 1 or not isinstance(input.shape[0], int):
         return None
     ones = torch.ones_like(input, dtype=torch.int64)
@@ -307,7 +307,7 @@ def _are_integers(tensor: torch.Tensor) -> bool:
 
 
 def as_numbers(tensor: object) -> Any:
-    """Return ``tensor.numpy()`` as numbers; None where it is left to torch."""
+    """Return ``tensor.numpy()`` as numbers; None if it is left to torch."""
     if not isinstance(tensor, torch.Tensor) or node_of(tensor) is None or not _are_integers(tensor):
         return None
     if (numbers := list_of_inputs(tensor)) is not None:

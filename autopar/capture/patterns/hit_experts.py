@@ -74,7 +74,7 @@ class HitExperts:
 
     @contextlib.contextmanager
     def lists(self) -> Iterator[None]:
-        """Let a list of such places be one that a loop walks through in the same way."""
+        """Make `tolist()` of the hit experts return a list whose loop is traced like a loop over the tensor."""
         in_parts = FakeTensor.tolist
 
         def tolist(tensor: FakeTensor) -> Any:

@@ -33,7 +33,7 @@ def _calls_one_hot(names: dict[str, Any]) -> bool:
 
 
 def _larger(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Compute ``max``, whose arguments these are."""
+    """Compute ``max``, with the same parameters."""
     if len(args) != 2 or kwargs:
         return builtins.max(*args, **kwargs)
     of_data = [x for x in args if _is_of_data(x)]
@@ -111,7 +111,7 @@ class Hot:
 
 
 def _hot(_func: Function, args: Args, kwargs: Kwargs) -> PyTree:
-    """Return ``one_hot`` of such a number of classes."""
+    """Return ``one_hot`` for a number of classes that follows from data."""
     given = dict(zip(("tensor", "num_classes"), args, strict=False)) | kwargs
     classes = given.get("num_classes", -1)
     return Hot(given["tensor"]) if isinstance(classes, Classes) or _is_of_data(classes) else PASS

@@ -67,10 +67,10 @@ class _Seen:
     """The observations of a trial.
 
     Attributes:
-        calls: of the function, the forward's first.
+        calls: the calls of the function, the forward's first.
         asked: for gradients.
         given, returned: what the backward got and gave.
-        depth: of calls that may run operators; there are none outside.
+        depth: the number of open calls that may run operators; there are none outside.
         more: there were.
     """
 
@@ -108,7 +108,7 @@ class _Watch(Watch):
 
 
 def as_region(cls: Any, args: Sequence[PyTree], kwargs: PyTree) -> Callable[[], Any] | None:
-    """Return the call of ``cls.apply`` as a region under activation checkpointing; None where it does more.
+    """Return the call of ``cls.apply`` as a region under activation checkpointing; None if it does more.
 
     ``cls``: the Function. ``args``, ``kwargs``: what ``apply`` was called with, where a gradient flows.
     """

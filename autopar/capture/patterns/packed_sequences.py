@@ -38,7 +38,7 @@ OF_EACH_ROW = frozenset({
     torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.detach,
     torch.Tensor.clone,
 })  # fmt: skip
-"""Of what is packed these make a packed thing, row by row."""
+"""Operators that make something packed of packed rows, row by row."""
 LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
 ASKING = frozenset({"dim", "ndim", "is_floating_point", "is_complex", "dtype", "device", "requires_grad", "is_cuda",
                     "layout", "is_sparse", "is_nested"})  # fmt: skip
@@ -76,7 +76,7 @@ class _Rows:
 
 
 class _All(int):
-    """The number of steps of a padded batch, where nobody asked for another."""
+    """The padded batch's own number of steps; tells `_pad` that the model passed no `total_length`."""
 
 
 class PackedAsPadded:
@@ -158,7 +158,7 @@ class PackedAsPadded:
         self, func: Function, data: torch.Tensor, counts: torch.Tensor, states: PyTree, weights: Any, has_biases: bool,
         n_layers: int, dropout: float, train: bool, bidirectional: bool,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Compute torch's operator for packed sequences, whose arguments these are."""
+        """Compute torch's operator for packed sequences, with the same parameters."""
         rows = self._counts[id(counts)][1]
         x, n_directions = rows.unpacked(data), 2 if bidirectional else 1
         n_weights = len(weights) // (n_layers * n_directions)
@@ -260,7 +260,7 @@ def _never(condition: torch.Tensor, what: str) -> None:
 
 
 def _among(known: Mapping[int, Any], values: Iterable[object]) -> bool:
-    """Check that any of these, or any in a list of them, is known by its identity."""
+    """Check that any of `values`, or any in a list among them, is in `known` by its identity."""
     for value in values:
         if id(value) in known or (isinstance(value, (tuple, list)) and _among(known, value)):
             return True

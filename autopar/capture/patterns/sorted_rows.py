@@ -75,9 +75,9 @@ class _Unsorted(NodeMaker):
         self.several: dict[Node, tuple[Node, _Order]] = {}
         """What has several such results."""
         self.routing: dict[Node, Node] = {}
-        """Of an order, the expert of each row by the ends of groups."""
+        """For an order, the expert of each row by the ends of groups."""
         self.orders: list[_Order] = []
-        """Those by which rows were taken, the last one last."""
+        """Orders by which rows were taken, the last one last."""
 
     def rewrite(self) -> None:
         for node in list(self.graph.nodes):

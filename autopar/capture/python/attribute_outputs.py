@@ -26,8 +26,8 @@ class Left:
     """An attribute that a forward has set when it is over.
 
     Attributes:
-        path: of the module that has it, ``""`` for the model itself.
-        name: of the attribute.
+        path: the path of the module that has it, ``""`` for the model itself.
+        name: the name of the attribute.
         spec: pytree of its value, whose leaves are outputs of the graph; None if there are no outputs for it.
         plain: its value, where that is the same after every call of the program, in a tuple of one.
         into: what a list or dict held before that forward fills; it stays the same object.

@@ -17,8 +17,8 @@ class Uses(NamedTuple):
     """Names that a piece of code loads, and where it loads attributes for one purpose, as offsets by name.
 
     Attributes:
-        names: of globals.
-        attributes: of any owner.
+        names: the names of globals.
+        attributes: the attributes of any owner.
         counts: to add to it in place: the code keeps the owner, to store the sum there again.
         appends: to call its ``append`` or ``extend``.
     """

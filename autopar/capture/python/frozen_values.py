@@ -75,7 +75,7 @@ class Held:
 
 
 def is_plain(value: object) -> bool:
-    """Check that a value is compared as it is."""
+    """Check that a value need not be frozen to be compared."""
     if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, types.ModuleType | type(None)):
         return False  # a method of some object
     return isinstance(value, PLAIN) or isinstance(value, NAMED)

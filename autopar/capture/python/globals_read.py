@@ -40,7 +40,7 @@ class Free:
         return self.place.cell_contents
 
     def restore(self) -> None:
-        """Give it the value that it had."""
+        """Give the global, or the cell, the value that it had."""
         if self.read.kind == "global":
             self.place[self.read.name] = self.value
         else:

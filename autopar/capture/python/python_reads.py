@@ -75,8 +75,8 @@ class Recorder:
 
     Args:
         root: what is traced.
-        prefix: of module paths that users do not see.
-        functions: that are called beside modules, such as a loss function.
+        prefix: the prefix of module paths that users do not see.
+        functions: the functions that are called beside modules, such as a loss function.
     """
 
     def __init__(self, root: torch.nn.Module, prefix: str = "", functions: tuple[Any, ...] = ()) -> None:
@@ -93,18 +93,18 @@ class Recorder:
         self.kept: dict[tuple[int, str], str] = {}
         """Tensors of a call that the next one reads, from an attribute: what it is called, and where it is set."""
         self.set_on_none: dict[tuple[int, str], tuple[Any, str]] = {}
-        """Those of :attr:`kept` that stand in attributes which were None: their owners and names."""
+        """Tensors of :attr:`kept` that stand in attributes which were None: their owners and names."""
         self.set_first: dict[tuple[int, str], str] = {}
         """Attributes that are given tensors before anything reads them: what they are called, and where."""
         self.only_set: list[str] = []
-        """Those of them that are buffers, registered as None, and that are given tensors of data."""
+        """Attributes of :attr:`set_first` that are buffers, registered as None, and that are given tensors of data."""
         self.fills: set[tuple[int, str]] = set()
         """Buffers that were None, and that forward fills with what no data is in: the model's own call fills them, too,
         which is no change of the program."""
         self.examined: set[tuple[int, str]] = set()
         """Attributes with lists that are read for more than to append to them."""
         self.into: dict[tuple[int, str], Any] = {}
-        """Those of :attr:`kept` that stand in lists and dicts: what these hold when forward ends."""
+        """Tensors of :attr:`kept` that stand in lists and dicts: what these hold when forward ends."""
         self.held: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
         """Modules with their buffers before the trace: register_buffer sets none of their attributes."""
         self.traced: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
@@ -234,7 +234,7 @@ class Recorder:
             self._adopt(item, path)
 
     def _adopt(self, value: object, path: str) -> bool:
-        """Hear of an object that hangs on the model; whether it is the first time."""
+        """Listen to the attributes of an object that hangs on the model; return whether it is new."""
         cls = type(value)
         if isinstance(value, torch.Tensor) or id(value) in self.owned or not can_tell(cls):
             return False
@@ -422,11 +422,11 @@ class Recorder:
         return [name for name, get, _, state in self._generators() if not same_state(get(), state)]
 
     def states(self) -> tuple[Any, ...]:
-        """Return the states that tell whether any of them is drawn from."""
+        """Return the states of the generators, which tell whether any is drawn from."""
         return tuple(get() for _, get, _, _ in self._generators())
 
     def set_back(self) -> None:
-        """Give them the states that they had."""
+        """Give the generators the states that they had."""
         for _, _, put, state in self._generators():
             put(state)
 

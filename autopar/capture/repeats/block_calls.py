@@ -68,8 +68,8 @@ class Traced:
         metas: their metadata.
         names: names that were requested meanwhile, and in ``named`` for every operator the position of its own.
         external: tensors that it did not make: numbers of the call's tensors, or nodes that every call reads.
-        outputs: of the flat result, ``("tensor", number)`` of a call's tensor, ``("made", number of an operator)`` or
-            ``("value", plain)``.
+        outputs: the parts of the flat result, ``("tensor", number)`` of a call's tensor, ``("made", number of an
+            operator)`` or ``("value", plain)``.
         made: for every operator in ``outputs`` the shape of its tensor.
         memory: the external tensors.
     """
@@ -91,11 +91,11 @@ class Traced:
     verified: bool = False
 
     def asks(self) -> list[tuple[str, bool]]:
-        """Return place and answer of each branch on random numbers in such a call of the block."""
+        """Return the place and the answer of each branch on random numbers in this traced call."""
         return [(op.args[1], op.args[2]) for op in self.ops if str(op.target) == ASK]
 
     def taken(self) -> list[tuple[str, bool]]:
-        """Return place and answer of each branch on data."""
+        """Return the place and the answer of each branch on data in this traced call."""
         return [(op.args[1], op.args[2]) for op in self.ops if str(op.target) == TAKEN]
 
     def same(self, other: Traced) -> bool:

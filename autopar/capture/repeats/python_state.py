@@ -340,7 +340,7 @@ class Structures:
         self.known: dict[int, int | None] = {}
 
     def __call__(self, module: torch.nn.Module) -> int | None:
-        """Return the number of a module; None where it contains hooks or tensors that cannot be described."""
+        """Return the number of a module; None if it contains hooks or tensors that cannot be described."""
         if id(module) not in self.known:
             self.known[id(module)] = None  # a module inside itself is like no other
             self.known[id(module)] = self._number(module)

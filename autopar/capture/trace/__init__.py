@@ -8,7 +8,7 @@
 :mod:`.recording`            the record of the trace under way; operators for what torch's cannot express
 :mod:`.python_questions`     questions for the values of tensors, and their answers
 :mod:`.value_origins`        the origin of a tensor: numbers alone, random operators, or data
-:mod:`.unique_values`        ``torch.unique``, where it is known how many there are
+:mod:`.unique_values`        ``torch.unique``, if it is known how many there are
 :mod:`.row_by_number`        ``x[i]`` with a number that is not known, as a lookup
 :mod:`.faster_tracing`       work of ``torch.export`` that may be left out here
 :mod:`.autocast`             regions of ``torch.autocast`` become the casts that it makes

@@ -88,7 +88,7 @@ class _Writer:
     """The writer of casts into the graphs of one trace.
 
     Args:
-        kind: of the device that the model is on.
+        kind: the type of the device that the model is on.
     """
 
     def __init__(self, kind: str) -> None:

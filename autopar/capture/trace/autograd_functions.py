@@ -35,7 +35,7 @@ from autopar.words.autocasting import autocast_now
 from autopar.words.trees import PyTree
 
 AS_REGION: list[Callable[[Any, Sequence[Any], Mapping[str, Any]], Callable[[], Any] | None]] = []
-"""Functions that return a call of an ``autograd.Function`` as a region of the trace, where it is one; of patterns."""
+"""Functions that return a call of an ``autograd.Function`` as a region of the trace, if it is one; of patterns."""
 
 
 @contextlib.contextmanager

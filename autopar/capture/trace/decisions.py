@@ -29,7 +29,7 @@ class Answers:
         given: by site (``file.py:12@8-31``), in the order in which they were given.
         listed: integers that were read as a list, by site.
         steady: names of buffers that the example's forward did not write.
-        observed: the model ran on the example's values; False where there are none.
+        observed: the model ran on the example's values; False if there are none.
     """
 
     given: Mapping[str, Sequence[bool]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Attempt:
     """The traces that are made under the same decisions, and what they were missing.
 
     Attributes:
-        decisions: of these traces.
+        decisions: the decisions under which the traces are made.
         guesses, with_rows: those of the decisions, and what these traces had to add.
         open_lists: sites of lists, integers and masks that sizes may follow from and that were not fixed.
     """
@@ -107,7 +107,7 @@ class Attempt:
         return self.decisions.answers or Answers()
 
     def answer(self, site: str, number: int, rows_are_used: Callable[[], bool]) -> bool | None:
-        """Return the answer to a question of this number at a site; None where the example was not asked there."""
+        """Return the answer to a question of this number at a site; None if the example was not asked there."""
         given = self.answers.given.get(site, ())
         if given:
             return given[min(number, len(given) - 1)]
@@ -116,7 +116,7 @@ class Attempt:
         return None if self.answers.observed else self.guesses.setdefault(site, False)
 
     def would_take(self, taken: Sequence[tuple[str, bool]]) -> bool:
-        """Check that questions at these sites would have these answers whenever they are asked."""
+        """Check that questions at the sites in `taken` would have the answers there whenever they are asked."""
         return not taken or (self.decisions.answers is not None and all(self._always(s) == a for s, a in taken))
 
     def _always(self, site: str) -> bool | None:

@@ -28,7 +28,7 @@ from autopar.words.trees import PyTree
 
 @contextlib.contextmanager
 def transforms_written_out() -> Iterator[None]:
-    """Turn calls of these transforms into operators of the trace."""
+    """Turn calls of ``vmap``, ``grad`` and ``jvp`` into operators of the trace."""
     mapped, grad = functorch_apis.vmap_impl, functorch_transforms.grad_impl
     grad_and_value, forward = functorch_transforms.grad_and_value_impl, JVP_CALL.get()
 

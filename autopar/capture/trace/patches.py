@@ -48,9 +48,9 @@ class Patch:
     Attributes:
         name: unique among the patches.
         reason: why it is needed, in one sentence.
-        enter: makes the context manager; it is given the recording of a trace, and the traced module or None where a
+        enter: makes the context manager; it is given the recording of a trace, and the traced module or None if a
             model only runs.
-        phases: in which it is entered.
+        phases: the phases in which it is entered.
     """
 
     name: str
@@ -66,8 +66,8 @@ class Handler:
     Attributes:
         name: unique among the handlers.
         reason: why it is needed, in one sentence.
-        make: makes the function that handles calls in one trace; None where this trace needs none.
-        functions: that it handles; None for all, which costs time in every call.
+        make: makes the function that handles calls in one trace; None if this trace needs none.
+        functions: the functions that it handles; None for all, which costs time in every call.
         before: names of handlers that are asked only after this one.
         nested: the functions that it calls come to itself, too.
     """
@@ -82,7 +82,7 @@ class Handler:
 
 PATCHES: dict[str, Patch] = {}
 HANDLERS: dict[str, Handler] = {}
-"""Those of patterns, by name."""
+"""Handlers of patterns, by name."""
 
 
 def register(*entries: Patch | Handler) -> None:

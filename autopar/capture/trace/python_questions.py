@@ -266,7 +266,7 @@ def _leaves_nothing_out(mask: object) -> bool:
 def _not_known(
     func: object, tensor: torch.Tensor, truth: Callable[[torch.Tensor], bool], number: type[Drawn]
 ) -> Any:
-    """Return Python's stand-in for a tensor with unknown values; None where it needs the values themselves."""
+    """Return Python's stand-in for a tensor with unknown values; None if it needs the values themselves."""
     if func is torch.Tensor.__bool__:
         return truth(tensor)
     if func is torch.Tensor.item and tensor.numel() == 1:

@@ -63,7 +63,7 @@ def _integer(low: Any, high: Any = None, *more: Any, **kwargs: PyTree) -> PyTree
 
 
 def _drawing() -> list[tuple[Any, Function]]:
-    """Return functions of Python and numpy that draw one number, and the same by torch: None where it is not one."""
+    """Return functions of Python and numpy that draw one number, and the same by torch: None if it is not one."""
     functions: list[tuple[Any, Function]] = [
         (random.random, _number), (random.uniform, _number), (random.randrange, _integer),
         (random.randint, lambda a, b: _integer(a, b + 1)),

@@ -40,19 +40,19 @@ class Recording:
     """One trace: what it is given, and what it met.
 
     Attributes:
-        module: that is traced.
+        module: the module that is traced.
         attempt: with the decisions that the trace follows.
         answer: what questions about random numbers are answered.
         asked: number of such questions so far.
         questions: number of questions about data so far, by site.
         in_forward: the model's own code runs right now.
-        contexts: that handlers need around the trace.
+        contexts: the contexts that handlers need around the trace.
         outputs_checked: are given what the forward returned, and refuse what no program can return.
         calls: the code of ``autopar::function`` and ``autopar::hook``, by number.
         made: shape, strides and dtype of what each call gives.
         leaves: the leaves of each call's arguments: ``(True, None)`` for a tensor, or ``(False, value)``.
         regions: how many regions the model runs under activation checkpointing.
-        depth: of nested regions that the trace is in.
+        depth: the depth of nested regions that the trace is in.
         notes: warnings to give after the trace, each once.
         kept: parameters that were used without their name, by way of a list or a global.
         asked_rows: names of numbers of rows (``u0``) for which a branch asked whether they are none, and the names of
@@ -85,7 +85,7 @@ class Recording:
         return len(self.calls) - 1
 
     def would_answer(self, answers: Sequence[tuple[str, bool]]) -> bool:
-        """Check that random questions at these sites, asked now one after the other, would be answered so."""
+        """Check that random questions at the sites in `answers`, asked now in order, would be answered so."""
         return all(self.answer(self.asked + i, site) == answer for i, (site, answer) in enumerate(answers))
 
     def tell(self) -> None:

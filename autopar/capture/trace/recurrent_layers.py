@@ -31,7 +31,7 @@ def _each_layer(
     func: Function, x: torch.Tensor, states: PyTree, weights: Any, has_biases: bool, n_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Compute torch's operator, whose arguments these are.
+    """Compute torch's operator, with the same parameters.
 
     x is [time batch features] (or [batch time features]), states [layers * directions, batch, hidden], of an LSTM two
     of them, and the weights are those of one layer after the other.

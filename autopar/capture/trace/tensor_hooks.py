@@ -21,19 +21,19 @@ from autopar.capture.trace.patches import PASS, Args, Function, Kwargs
 from autopar.capture.trace.recording import Recording, here, now, refuse
 from autopar.rules.function import Callee, identity_of, refuse_fake
 from autopar.torch_private import GRADIENT_NODE, pytree
-from autopar.words.trees import PyTree, SavedContext
+from autopar.words.trees import Context, PyTree
 
 
 class _Hooked(torch.autograd.Function):
     """The identity, whose ``hook`` gets the gradient and may return another."""
 
     @staticmethod
-    def forward(ctx: SavedContext, x: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> torch.Tensor:
         ctx.hook = hook
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: SavedContext, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:
         changed = ctx.hook(grad)
         refuse_fake(changed, f"the hook {_called(ctx.hook)}")
         return grad if changed is None else changed, None

@@ -31,7 +31,7 @@ def progress_reported() -> Iterator[None]:
 
 
 def _path(tracer: Any, module: Any) -> str:
-    """Return the path of a module, or the name of its class where it is no submodule of what is traced.
+    """Return the path of a module, or the name of its class if it is no submodule of what is traced.
 
     The paths are looked up in the tracer's tables: its ``path_of_module`` raises an error for a module that is no
     submodule, which torch takes for one of the module around it.

@@ -100,7 +100,7 @@ _NOT_IN_OUTPUTS = re.compile(r"Found <class '(?:[\w.<>]*\.)?(\w+)'> in output, w
 
 
 class _Place(NamedTuple):
-    """The place in the user's code where an error was raised; all empty where that is not known.
+    """The place in the user's code where an error was raised; all empty if that is not known.
 
     Attributes:
         where: ``file.py:12``.

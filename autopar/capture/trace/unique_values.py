@@ -1,4 +1,4 @@
-"""``torch.unique`` and ``torch.unique_consecutive`` where it is known how many distinct values there are.
+"""``torch.unique`` and ``torch.unique_consecutive`` if it is known how many distinct values there are.
 
 Their size depends on values. Where it is known, the values stand where one differs from the one before, and the places
 are found anew in each run.
@@ -20,7 +20,7 @@ _SORTED = (torch.unique, torch.Tensor.unique)
 def distinct(
     func: object, args: Sequence[object], kwargs: Mapping[str, PyTree], size: Callable[[torch.Tensor], int | None]
 ) -> Any:
-    """Compute a call of these functions; None if it is another one, or ``size`` does not know how many are set."""
+    """Compute a call of ``unique`` or ``unique_consecutive``; None for others, and if `size` knows no number."""
     if func not in DISTINCT or not args or not isinstance(args[0], torch.Tensor):
         return None
     names = (*(("sorted",) if func in _SORTED else ()), "return_inverse", "return_counts", "dim")

@@ -24,14 +24,14 @@ from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
 
 DEPTH = 4
-"""Of containers in which a function's variables are searched for such an object."""
+"""The depth of containers to which a function's variables are searched for a hidden leaf."""
 
 
 class Trial:
     """One trace with hidden strings.
 
     Attributes:
-        places: of the leaves that are hidden, among those of ``(args, kwargs)``.
+        places: the places of the leaves that are hidden, among those of ``(args, kwargs)``.
         read: somebody asked one of them for something.
         over: nothing is traced any more; whoever has kept one of them has a string.
     """
@@ -76,7 +76,7 @@ setattr(_Hidden, "__bool__", lambda self: bool(_asked(self)))  # noqa: B010  (of
 
 @contextlib.contextmanager
 def hiding(places: frozenset[int]) -> Iterator[Trial]:
-    """Yield a trial, to be a decision of traces, in which these leaves of the call are hidden."""
+    """Yield a trial, to be a decision of traces, in which the leaves of the call at `places` are hidden."""
     trial = Trial(places)
     try:
         yield trial
@@ -115,7 +115,7 @@ def strings_hidden(record: Recording) -> Iterator[None]:
 
 
 def holds_hidden(value: PyTree, depth: int = DEPTH) -> bool:
-    """Check that a value is such an object, or a container with one."""
+    """Check that a value is a hidden leaf, or a container with one."""
     kind = type(value)
     if kind is _Hidden or not depth:
         return kind is _Hidden
@@ -125,7 +125,7 @@ def holds_hidden(value: PyTree, depth: int = DEPTH) -> bool:
 
 
 def keeps_hidden(module: torch.nn.Module) -> bool:
-    """Check that one of them is in an attribute of a module, or in a container there."""
+    """Check that a hidden leaf is in an attribute of a module, or in a container there."""
     return any(holds_hidden(value) for part in module.modules() for value in vars(part).values())
 
 

@@ -23,7 +23,7 @@ from autopar.torch_private import (
 from autopar.words.trees import PyTree
 
 MOST_ELEMENTS = 1 << 26
-"""Of a tensor whose value is computed while tracing: half a gigabyte of indices."""
+"""The most elements of a tensor whose value is computed while tracing: half a gigabyte of indices."""
 
 
 def constant_value(tensor: object, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:

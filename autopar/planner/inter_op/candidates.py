@@ -10,7 +10,7 @@ from autopar.planner.inter_op.estimating.estimates import EstimatedCut
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.plans.plan_options import MOST_AXES
 from autopar.words.meshes import Mesh
-from cost_models.schedules import USUAL
+from cost_models.schedules import usual
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class PipelineOptions:
         microbatches: per step; the graph is that of one.
         groups: groups of devices; None tries every number that divides the devices, 1 included.
         schedules: names to choose from; ``interleaved-1f1b:4`` is one with a degree of interleaving.
-        mesh: of every group; None tries every shape.
+        mesh: the mesh of every group; None tries every shape.
         starts: names of the first operators of all stages but the first; None lets the planner cut.
         options: for the plan of each stage.
         may_recompute: blocks may be recomputed, where memory is short or it saves time. Where ``options.recompute`` or
             the model itself (activation checkpointing) decides what is recomputed, nothing else is.
-        top: so many different layouts are planned exactly, if there are: the best one, and the next best of those that
+        top: the number of different layouts that are planned exactly: the best one, and the next best of those that
             its search came across.
-        max_axes: of a group's mesh, where every shape is tried.
+        max_axes: the most axes of a group's mesh, if every shape is tried.
     """
 
     microbatches: int
     groups: int | None = None
-    schedules: Sequence[str] = USUAL
+    schedules: Sequence[str] = field(default_factory=usual)
     mesh: Mesh | None = None
     starts: Sequence[str] | None = None
     options: Options = field(default_factory=Options)
@@ -49,7 +49,7 @@ class Candidate:
     Attributes:
         n_bytes: estimates of each stage's persistent bytes and of what it keeps of a microbatch; empty if not known.
         estimate: has the stages' times; None if not known.
-        once_bytes: of each stage, bytes that are there only while it works; ``n_bytes`` have a part of them for each
+        once_bytes: for each stage, bytes that are there only while it works; ``n_bytes`` have a part of them for each
             stage of the group.
     """
 

@@ -22,9 +22,9 @@ class Incumbents:
     """Exact plans, and the seconds that the next must beat.
 
     Attributes:
-        n_devices: of all groups.
+        n_devices: the number of devices of all groups.
         beaten: seconds of a step that is known from elsewhere.
-        top: so many different layouts are of interest; the best one, while it is looked for.
+        top: the number of different layouts that are of interest; 1 while the best one is looked for.
         plans: in the order in which they were made.
         errors: seconds of exact plans over their estimates.
         failed: how many looked promising, and did not fit.
@@ -57,7 +57,7 @@ class Incumbents:
 
     @property
     def to_beat(self) -> float:
-        """Seconds of the last of the best plans of so many different layouts: what takes longer is of no interest."""
+        """Seconds of the slowest among the best plans of `top` different layouts: slower ones are of no interest."""
         best_of: dict[str, float] = {}
         for plan in self.plans:
             best_of[plan.what] = min(best_of.get(plan.what, inf), plan.seconds)
@@ -99,7 +99,7 @@ class Incumbents:
     def next_best(self, top: int, promising: Sequence[tuple[OneNumber, Candidate]]) -> None:
         """Plan the best estimates that were not planned, until there are ``top`` different layouts.
 
-        It ends when two in a row are no faster than the last of them, after at most so many more. The search itself
+        It ends when two in a row are no faster than the last of them, after at most `top` more. The search itself
         looks for one plan alone: to prove of hundreds of layouts that they are not among five took three times as long
         as to find the best.
         """

@@ -49,7 +49,7 @@ class Replanner:
     """A pipelined plan with its model and its cluster, to answer what changes would do.
 
     Args:
-        options: of the whole model, under which stages are solved again.
+        options: the options of the whole model, under which stages are solved again.
     """
 
     def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, options: Options) -> None:
@@ -58,7 +58,7 @@ class Replanner:
         self._group = plan.schedule.rank_of_stage
 
     def simulated(self, stages: Sequence[StagePlan] | None = None) -> tuple[Plan, Timeline]:
-        """Return the plan with these stages, which begin and end as now, and its step action by action."""
+        """Return the plan with `stages`, which begin and end as now, and its step action by action."""
         return self._simulated(self.graphs, tuple(stages or self.plan.stages))
 
     def _simulated(self, graphs: Sequence[StageGraph], stages: tuple[StagePlan, ...]) -> tuple[Plan, Timeline]:

@@ -20,9 +20,9 @@ from cost_models.costs import costs_of
 
 
 def least_seconds(search: ExactPlans) -> float:
-    """Return a lower bound of any step in so many microbatches: the model's work shared evenly by speed.
+    """Return a lower bound of any step in the search's microbatches: the model's work shared evenly by speed.
 
-    It is that of one device with all the memory that it wants; 0 where the cost source does not promise that an
+    It is that of one device with all the memory that it wants; 0 if the cost source does not promise that an
     operator cut in n takes an n-th of its time at least, or where no device can run the model alone.
     """
     cluster, request = search.cluster, search.request

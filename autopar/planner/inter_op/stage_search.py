@@ -178,8 +178,9 @@ class _Numbers:
 
     Attributes:
         searches: from the fewest microbatches to the most.
-        share: of the devices' memory that the estimates may fill: less where they turned out to be too hopeful.
-        bounds: of every search, seconds that no step in so many microbatches beats.
+        share: the share of the devices' memory that the estimates may fill: less where they turned out to be too
+            hopeful.
+        bounds: for every search, seconds that no step in its number of microbatches beats.
         to_beat: seconds of what is planned exactly already; it has fewer than ``fewest_groups``.
         found: ``(seconds, place among those of its number, search, candidate)``.
     """

@@ -12,8 +12,8 @@ from autopar.planner.intra_op.building.fold import fold, unfolded
 from autopar.planner.intra_op.building.integer_program import Problem
 from autopar.planner.intra_op.building.parameter_sharding import cost
 from autopar.planner.intra_op.building.price import pricer
+from autopar.planner.intra_op.memory.recomputable import Recomputable
 from autopar.planner.intra_op.memory.recompute import segments_of
-from autopar.planner.intra_op.memory.recompute_choices import Recomputable
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.intra_op.pins.pinned_choices import PinnedChoices
 from autopar.planner.intra_op.plan_completion import complete

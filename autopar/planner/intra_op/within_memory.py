@@ -41,11 +41,11 @@ class WithinMemory:
     with a lower limit. The gap reported is to the bound at the full limit, as the solver counts bytes.
 
     Attributes:
-        known_seconds: of a plan that there is already: one that is slower is not worth the search.
+        known_seconds: seconds of a plan that is known already: one that is slower is not worth the search.
         moments: those that are rows of the program, by number.
         bound: seconds that no choice within the limit beats, as far as the relaxation says; infinite if nothing fits.
         fewest: bytes that the relaxation has at least, and the choice nearest to that, where state leaves little room.
-        ends: where the simplex method ended in earlier programs of this kind, from where it goes on; None where there
+        ends: where the simplex method ended in earlier programs of this kind, from where it goes on; None if there
             are none, and will be none.
         fitting: the fastest plan within the limit of all that were finished, whatever for.
         otherwise: gives a plan that fits and was found in another way, if there is one: asked before the smallest plan
@@ -380,7 +380,7 @@ class _Room:
         self.too_little: dict[int | None, float] = {}
         """The most of which it is known that it is too little."""
         self.enough: dict[int | None, float] = {}
-        """Those with which a plan did fit last; empty until one does."""
+        """Limits with which a plan did fit last; empty until one does."""
         self.times: Counter[int | None] = Counter()
         self.latest: int | None = None
         """The one that was changed last."""

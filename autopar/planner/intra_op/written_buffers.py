@@ -31,5 +31,5 @@ def held_whole(graph: Graph) -> Mapping[int, Sequence[int]]:
 
 
 def holds_whole(strategy: Strategy, positions: Sequence[int]) -> bool:
-    """Return whether a strategy takes the tensors at these positions uncut."""
+    """Return whether a strategy takes the tensors at `positions` uncut."""
     return not any(strategy.ins[k].is_cut for k in positions)

@@ -66,14 +66,14 @@ class Layout:
 
     Attributes:
         text: the words.
-        sizes: of ``dp``, ``cp``, ``tp``.
+        sizes: the sizes of ``dp``, ``cp``, ``tp``.
         experts: the part of ``dp`` whose ranks share routed experts: ``ep``, or of an ``ep`` that counts the ranks of
             ``tp``, too, what these leave.
         experts_travel: rows travel to routed experts over ``tp``, too (``etp=1``).
         shards: ranks of ``dp`` that share parameters, where these are not all of it (``fsdp=8``); else 1.
         groups: ``pp``; ``chunks``: ``vp``.
-        rows: of a microbatch on every data rank.
-        microbatches: of a step; None where ``rows`` says it.
+        rows: the rows of a microbatch on every data rank.
+        microbatches: the number of them in a step; None if ``rows`` says it.
         is_default: neither was given, so that ``rows`` is 1.
         routed: a word that needs routed experts, such as ``etp=1``; empty for none.
         recompute: ``none``; or the recomputed blocks, ``full``, ``full:2``, ``every:2``, ``selective:self_attn``.
@@ -121,7 +121,7 @@ class Layout:
         return f"--like {self.text}"
 
     def microbatches_of(self, rows: int) -> int:
-        """Return into how many microbatches a batch of so many rows is cut."""
+        """Return into how many microbatches a batch of `rows` rows is cut."""
         each = self.sizes["dp"] * self.rows
         count = self.microbatches or rows // each
         if count < 1 or rows % count or (self.microbatches is None and rows % each):
@@ -152,10 +152,10 @@ class Layout:
         """Return what the words say of a graph.
 
         Args:
-            graph: of the model, at any number of rows.
+            graph: the graph of the model, at any number of rows.
             options: the memory limit and the optimizer, where no word says another one.
-            n_devices: of the cluster.
-            rows: of a step's batch.
+            n_devices: the number of devices of the cluster.
+            rows: the rows of a step's batch.
         """
         self.check_devices(n_devices)
         if self.routed and all(node.target != BLOCK for _, node in graph.of_kind("op")):

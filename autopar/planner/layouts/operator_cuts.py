@@ -46,10 +46,10 @@ class OperatorCuts:
     """Options of all operators of a microbatch's graph.
 
     Attributes:
-        classes: of its dims.
+        classes: the classes of its dims.
         text: the layout, for messages.
         sequence_parallel: norms and the residual are cut by sequence on the axis ``tensor``.
-        way: of attention on the axis ``context``.
+        way: the way to cut attention on the axis ``context``.
         experts_travel: rows travel to routed experts over ``tensor``, too, where else every rank has a piece of the
             features of each.
     """
@@ -255,7 +255,7 @@ class OperatorCuts:
         return [(root, self.classes.factors_of[root]) for root in roots]
 
     def _why_not(self, root: Element, factors: Sequence[Element], cut: Mapping[int, str], size: int) -> str:
-        """Return why a class of features cannot be cut as Megatron-LM cuts them; nothing where it can."""
+        """Return why a class of features cannot be cut as Megatron-LM cuts them; nothing if it can."""
         if root in self.classes.batch or root in self.classes.given:
             return "it is a dim of the model's inputs"
         made = ends = 0

@@ -46,16 +46,16 @@ class Said:
 
     Attributes:
         text: the words, for messages and tables.
-        mesh: of every group of devices.
-        groups: of devices; ``chunks`` stages on each.
+        mesh: the mesh of every group of devices.
+        groups: the number of groups of devices; ``chunks`` stages on each.
         schedule: its name, as :func:`cost_models.schedules.build` takes it.
-        microbatches: of a step.
+        microbatches: the number of them in a step.
         zero: 0: parameters are whole on all ranks of ``data`` and ``context``; 1: cut there, and gathered once a step;
             3: gathered for every use. Where the mesh has an axis ``shard``, it and ``context`` cut them.
         sequence_parallel: norms and the residual are cut by sequence on ``tensor``.
-        way: of attention on ``context``.
+        way: the way to cut attention on ``context``.
         experts_travel: rows travel to routed experts over ``tensor``, too.
-        options: of every stage: what is recomputed, the optimizer, the memory limit.
+        options: the options of every stage: what is recomputed, the optimizer, the memory limit.
     """
 
     text: str
@@ -76,8 +76,8 @@ class PinnedPlan:
     """The plan of a layout.
 
     Attributes:
-        memory_bytes: of the fullest device; ``limit_bytes`` of that one.
-        graph: of the microbatch that the plan is for.
+        memory_bytes: the bytes of the fullest device; ``limit_bytes`` of that one.
+        graph: the graph of the microbatch that the plan is for.
         notes: what a reader should know of how the words were followed.
         runs: the plan is one of the module as it is; else it is one for comparison alone.
     """

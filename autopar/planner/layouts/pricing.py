@@ -73,7 +73,7 @@ class PricedLayout:
 
     @property
     def limit_bytes(self) -> float:
-        """Bytes that it may fill."""
+        """Bytes that the plan may fill on a device."""
         return self.pinned.limit_bytes
 
     @property
@@ -97,7 +97,7 @@ class PricedLayouts:
     """Layouts of one model and one batch.
 
     Attributes:
-        captured: of the whole batch of a step.
+        captured: the capture of the whole batch of a step.
         example: the whole batch, as ``(args, kwargs)`` or ``(args, kwargs, targets)``.
         options: the memory limit and the optimizer, where a layout does not say another one.
         input_rows: the inputs that have the rows of the batch; None to find them.
@@ -158,8 +158,9 @@ def pinned_layout(
 ) -> PinnedPlan:  # fmt: skip
     """Return the plan of a layout of graphs that were captured elsewhere.
 
-    ``graph_of``: the graph of one of so many microbatches of a step; ``text``: the words of the layout; ``rows``:
-    of the batch of a step; ``n_devices``: the first so many of the cluster; None for all.
+    ``graph_of``: gives the graph of a microbatch by their number in a step; ``text``: the words of the layout;
+    ``rows``: those of the batch of a step; ``n_devices``: how many of the cluster's devices, from the first on; None
+    for all.
 
     Raises:
         PlanError, InfeasibleError: the words cannot be honoured for this model on these devices.
@@ -212,7 +213,7 @@ APART = "products have to be taken apart"
 
 
 def names_with_rows(graph: Graph, rows: int) -> frozenset[str]:
-    """Return the names of the inputs that have the rows of the batch. ``graph``: of a batch of so many rows."""
+    """Return the names of the inputs that have the rows of the batch. ``graph``: that of a batch of `rows`."""
     key = "inputs with rows", rows
     names: frozenset[str] | None = graph.derived.get(key)
     if names is None:

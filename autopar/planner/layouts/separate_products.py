@@ -34,7 +34,7 @@ class _Fused:
 def separated(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
     """Return a graph in which fused products are one product for each part of their features, and their modules.
 
-    It is the same graph where there are none.
+    It is the same graph if there are none.
     """
     known = graph.derived.get("separated products")
     if known is None:
@@ -124,7 +124,7 @@ def _params(graph: Graph, i: int) -> dict[int, Ref]:
 
 
 def _fused(graph: Graph, i: int) -> _Fused | None:
-    """Return the operators from a product to the one that splits its features; None where there is none."""
+    """Return the operators from a product to the one that splits its features; None if there is none."""
     node = graph.nodes[i]
     if node.target not in PRODUCTS:
         return None

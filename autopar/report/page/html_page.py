@@ -47,9 +47,9 @@ class Subject:
     """The subject of a page.
 
     Attributes:
-        name: of the model, as the plan file has it.
-        graph: of the whole model, one microbatch; ``graphs`` are its stages.
-        timeline: of a simulated step.
+        name: the name of the model, as the plan file has it.
+        graph: the graph of the whole model for one microbatch; ``graphs`` are its stages.
+        timeline: the timeline of a simulated step.
         alternatives: this layout and others, the fastest first; empty if none were planned.
     """
 

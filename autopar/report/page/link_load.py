@@ -28,7 +28,7 @@ class LinkKind:
     """Links of one name and bandwidth.
 
     Attributes:
-        n_links: of them in the cluster, each direction counted.
+        n_links: the number of them in the cluster, each direction counted.
         used: how many of the followed ones carry anything.
         most_bytes, mean_bytes: per step, of the fullest link and of those that carry anything.
         by: ``{what: bytes}`` of the fullest: mesh axes, and ``between stages``.
@@ -102,7 +102,7 @@ def _between_stages(
 
 
 def links_section(kinds: Sequence[LinkKind], seconds: float) -> Markup:
-    """Return a row for each kind of link: the utilization of the fullest over a step of so many seconds."""
+    """Return a row for each kind of link: the utilization of the fullest over a step of `seconds`."""
     colours = ("l-0", "l-1", "l-2", "l-3")
     axes = sorted({what for kind in kinds for what in kind.by})
     lines = []

@@ -50,7 +50,7 @@ class StageTally:
     """Seconds and traffic of one stage.
 
     Attributes:
-        seconds: of one microbatch, by kind: :data:`FORWARD`, ..., ``all_reduce over tensor``.
+        seconds: the seconds of one microbatch, by kind: :data:`FORWARD`, ..., ``all_reduce over tensor``.
         forward_moves, backward_moves: the part of these that collectives take in each pass.
         once: once per step, by kind: exposed collectives of parameters, and the optimizer.
         traffic: ``{(axis, kind of collective): bytes of buffers}`` of a whole step.

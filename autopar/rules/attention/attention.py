@@ -33,7 +33,7 @@ def attention_with_dropout(
     scale: float | None = None, enable_gqa: bool = False, cut: Cuts, seed: Any, site: Site, shape: Sequence[int],
     shards: Shards,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention with dropout of its probabilities that does not depend on the mesh; where it is long, in blocks."""
+    """Compute attention with dropout that does not depend on the mesh; if it is long, in blocks."""
     # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]
     drawn = (*shape[:-1], k.shape[-2])
     row, column = halves(seed, site, drawn, (*shards[:-1], ()), q.device)
@@ -45,7 +45,7 @@ def attention_with_dropout(
 
 
 def _term(shape: Sequence[int], names: Sequence[str]) -> str:
-    """Dims right-aligned to ``names``; a dim of size 1 is a broadcast."""
+    """Return the dims, right-aligned to ``names``; a dim of size 1 is a broadcast."""
     return " ".join("1" if n == 1 else name for n, name in zip(shape, names[len(names) - len(shape) :], strict=True))
 
 
@@ -171,7 +171,7 @@ def _travels(whole: Rule, call: Call, unit: int) -> tuple[tuple[Comm, ...], Comm
     half of each stays.
 
     Args:
-        unit: of how many places an element of the ring's factor is.
+        unit: the number of places in an element of the ring's factor.
     """
 
     def factors(term: Any) -> tuple[str, ...]:

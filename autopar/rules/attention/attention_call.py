@@ -28,7 +28,7 @@ from autopar.rules.families.sharded_random import Shards, Site, dropping, hashes
 from autopar.words.shards import nested_shard_of
 
 Hashes = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Of queries and of keys; None where there is no dropout."""
+"""Hashes of queries and of keys; None if there is no dropout."""
 
 
 class Draw(NamedTuple):
@@ -37,8 +37,8 @@ class Draw(NamedTuple):
     Attributes:
         p: the probability to be dropped.
         site: number of the call.
-        shape: of the scores of all ranks.
-        shards: of their leading dims, the axes that cut each.
+        shape: the shape of the scores of all ranks.
+        shards: for their leading dims, the axes that cut each.
     """
 
     p: float
@@ -52,19 +52,20 @@ class Going:
     """The route of one call of attention round its ring.
 
     Attributes:
-        ring: the axis that keys and values travel round; None where a rank has them all.
+        ring: the axis that keys and values travel round; None if a rank has them all.
         group: the process group of that axis.
-        number, pieces: of this rank on it, and how many ranks it has.
+        number, pieces: this rank's number on `ring`, and how many ranks that has.
         row_cuts: ``(size, unit)`` of the axes that cut the queries.
         row_numbers: this rank's number on each of them.
         n_rows: queries of all ranks.
-        causal, scale: of the operator.
+        causal, scale: as in the call of the operator.
         zigzag: ranks exchange halves first.
         mask_learns: whether the gradient of the mask is asked for.
-        draw: of dropout; None where there is none.
-        steps: of the ring: as many as pieces where values count; then the second one stands for those left out.
-        n_keys: of all ranks, where their pieces are not equal: each has room for as many as the first, and what is
-            behind the last key is none. Else 0.
+        draw: the dropout; None without dropout.
+        steps: the number of steps of the ring: as many as pieces where values count; then the second one stands for
+            those left out.
+        n_keys: the number of keys of all ranks, if their pieces are not equal: each has room for as many as the first,
+            and what is behind the last key is none. Else 0.
     """
 
     ring: str | None

@@ -17,7 +17,7 @@ from autopar.torch_private import each_rank
 
 
 def as_message(*tensors: torch.Tensor) -> torch.Tensor:
-    """Tensors [..] of one dtype one after the other [n], each copied once, however it lies in memory."""
+    """Write tensors [..] of one dtype one after the other into a message [n], each copied once."""
     message = tensors[0].new_empty(sum(x.numel() for x in tensors))
     for part, x in zip(parts_of(message, [x.shape for x in tensors]), tensors, strict=True):
         part.copy_(x)

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from autopar.rules.attention.attention_on_gpus import fits_kernels, has_kernels_for, kernels
 from autopar.rules.families.sharded_random import dropping
 from autopar.torch_private import safe_softmax
-from autopar.words.trees import PyTree, SavedContext
+from autopar.words.trees import Context, PyTree
 
 QUERIES, MOST_BLOCKS = 128, 64
 """Queries of a block, and blocks of a call: longer calls have larger blocks."""
@@ -99,7 +99,7 @@ def _rejoined(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _scores(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, rows: slice, form: AttentionForm
 ) -> torch.Tensor:
-    """Scores of a block of queries, [.. h q k], memory of their own; ``mask`` is the block's."""
+    """Compute the scores of a block of queries, [.. h q k], memory of their own; ``mask`` is the block's."""
     scores = _rejoined(torch.matmul(_folded(q * form.scale, k), k.transpose(-2, -1)), q)
     if form.is_causal:
         row, column = (torch.arange(a, b, device=q.device) for a, b in ((rows.start, rows.stop), (0, k.shape[-2])))
@@ -142,8 +142,7 @@ def _blocks(
 class _InBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: SavedContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-        row: torch.Tensor,
+        ctx: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, row: torch.Tensor,
         column: torch.Tensor, form: AttentionForm,
     ) -> torch.Tensor:  # fmt: skip
         tensors = q, k, v, mask, row, column
@@ -153,7 +152,7 @@ class _InBlocks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _differentiable(ctx, grads[0])
         *tensors, out, log_sum = ctx.saved_tensors
@@ -162,7 +161,7 @@ class _InBlocks(torch.autograd.Function):
 
 
 def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory of a result [.. h q e], which lies as [.. q h e], and of log-sum-exps [.. h q]."""
+    """Allocate a result [.. h q e], which lies as [.. q h e], and of log-sum-exps [.. h q]."""
     log_sum = q.new_empty(q.shape[:-1], dtype=_adds_in(q.dtype))
     if q.dim() < 3:
         return q.new_empty(*q.shape[:-1], v.shape[-1]), log_sum
@@ -171,7 +170,7 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def _forward(tensors: Sequence[Any], form: AttentionForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``tensors``: queries, keys, values, mask or None, hashes of rows and of columns.
+    """Compute attention of ``tensors``: queries, keys, values, mask or None, hashes of rows and of columns.
 
     Returns:
         The result, and the log-sum-exp of each query's scores [.. h q], in float32 or more.
@@ -200,7 +199,7 @@ def _backward(
     gradient: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, tensors: Sequence[Any], wanted: Sequence[bool],
     form: AttentionForm,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """Gradients of queries, keys, values and mask, those that are wanted, from the result's."""
+    """Compute the gradients of queries, keys, values and mask, those that are wanted, from the result's."""
     q, k, v, mask, row, column = tensors
     to_q, to_k, to_v, to_mask = wanted
     if not to_mask and fits_kernels(q, k, v):
@@ -282,8 +281,8 @@ def _adds_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _differentiable(ctx: SavedContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Gradients that have gradients themselves: of the call at once."""
+def _differentiable(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Compute gradients that have gradients themselves, from the call as a whole."""
     tensors = ctx.saved_tensors[:6]
     wanted = [x for x, needed in zip(tensors, ctx.needs_input_grad, strict=False) if needed]
     gradients = iter(torch.autograd.grad(ctx.form.in_one(*tensors), wanted, grad, create_graph=True))
@@ -295,11 +294,11 @@ def in_blocks(
     column: torch.Tensor,
     form: AttentionForm,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention with dropout.
+    """Compute attention with dropout.
 
     Args:
         q, k, v: [.. h q d], [.. g k d] and [.. g k e]; h is a multiple of g.
-        mask: of booleans, or added to the scores; or None.
+        mask: the mask of booleans, or added to the scores; or None.
         row, column: hashes of the queries [.. h q] and keys [k] of which bits are drawn (:mod:`.sharded_random`).
 
     Returns:
@@ -356,12 +355,12 @@ def _shapes_of_backward(
     )
 
 
-def _keep(ctx: SavedContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(*inputs[:6], *output)
     ctx.form = inputs[6:]
 
 
-def _gradients(ctx: SavedContext, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: Context, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     wanted = list(ctx.needs_input_grad[:4])
     *tensors, out, log_sum = ctx.saved_tensors
     gradients = torch.ops.autopar.attention_in_blocks_backward(grad, out, log_sum, wanted, *tensors, *ctx.form)

@@ -35,11 +35,11 @@ class PartOfAttention:
     """The attention of some queries to some keys.
 
     Args:
-        scale: of the scores; None for ``1 / sqrt(d)``.
+        scale: the scale of the scores; None for ``1 / sqrt(d)``.
         diagonal: query i sees key j where j <= i; there are as many keys as queries.
         mask: bool (True: sees) or added to the scores, broadcast to ``[.. h q k]``; not with ``diagonal``.
         mask_learns: whether a gradient of the mask is asked for.
-        dropping: of the probabilities ``[.. h q k]``. It is not counted in the log-sum-exp.
+        dropping: the dropout of the probabilities ``[.. h q k]``. It is not counted in the log-sum-exp.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PartOfAttention:
         self.diagonal, self.mask_learns, self.dropping = diagonal, mask_learns, dropping
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention to these keys alone, in the queries' precision, and its log-sum-exp ``[.. h q]``.
+        """Return the attention to this part's keys alone, in the queries' precision, and its log-sum-exp ``[.. h q]``.
 
         The log-sum-exp is float32 or wider. A query that sees none of these keys has zeros and -inf.
         """
@@ -79,8 +79,8 @@ class PartOfAttention:
         """Return this part's contribution to the gradients of queries, keys, values and, if it is learned, the mask.
 
         Args:
-            grad: of the result over all keys.
-            out, log_sum: that result and its log-sum-exp.
+            grad: the gradient of the result over all keys.
+            out, log_sum: the result and its log-sum-exp.
         """
         log_sum = log_sum.masked_fill(log_sum == -math.inf, 0.0)  # exp(-inf - 0) of who sees nothing is 0
         if self._flash_on_cuda():
@@ -144,13 +144,13 @@ class PartOfAttention:
         return torch.zeros_like(self.mask, dtype=self.q.dtype).masked_fill_(~self.mask, -math.inf)
 
     def _blind(self) -> torch.Tensor | None:
-        """Return which queries see none of these keys under the mask, broadcast to ``[.. h q]``."""
+        """Return which queries see none of this part's keys under the mask, broadcast to ``[.. h q]``."""
         if self.mask is None:
             return None
         return ~self.mask.any(-1) if self.mask.dtype == torch.bool else (self.mask == -math.inf).all(-1)
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or values, each as often as there are queries' heads that share it."""
+        """Repeat keys or values, each as often as queries' heads share it."""
         if x.dim() < 3 or x.shape[-3] in (1, self.q.shape[-3]):
             return x
         return x.repeat_interleave(self.q.shape[-3] // x.shape[-3], -3)

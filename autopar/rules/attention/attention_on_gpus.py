@@ -14,11 +14,11 @@ import torch
 KERNELS_ON = {"cuda"}
 """Types of devices on which Triton's kernels are used, where there is Triton."""
 WIDEST_BYTES = 512
-"""Of a query, key or value: a block of wider ones does not fit."""
+"""The most bytes of a query, key or value: a block of wider ones does not fit."""
 
 
 def has_kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Check that there are kernels for such tensors: 16 or 32 bits, no dims beyond batch and heads."""
+    """Check that kernels exist for `q`, `k` and `v`: 16 or 32 bits, no dims beyond batch and heads."""
     if q.device.type not in KERNELS_ON or not q.dtype == k.dtype == v.dtype or q.dim() > 4:
         return False
     is_narrow = max(q.shape[-1], v.shape[-1]) * q.dtype.itemsize <= WIDEST_BYTES
@@ -28,7 +28,7 @@ def has_kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def fits_kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Check that kernels can be called on these tensors: they have values, and are not simulated ranks."""
+    """Check that kernels can be called on `q`, `k` and `v`: they have values, and are not simulated ranks."""
     return all(type(x) is torch.Tensor for x in (q, k, v)) and has_kernels_for(q, k, v)
 
 
@@ -55,7 +55,7 @@ class _Kernels:
     def backward(
         self, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, tensors: Sequence[Any], form: Any
     ) -> tuple[torch.Tensor, ...] | None:
-        """Gradients of queries, keys and values, or None if it was not done."""
+        """Compute the gradients of queries, keys and values; None if no kernel does it."""
         of_inputs = self._call("backward", tensors, form, before=(_four(grad), _four(out), log_sum), after=())
         if of_inputs is None:
             return None
@@ -86,7 +86,7 @@ def _four(x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_four(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Tensors of a call as the kernels want them: dims that are repeated have strides of 0."""
+    """Return the tensors of a call as the kernels want them: dims that are repeated have strides of 0."""
     q, k, v, mask, row, column = tensors
     q = _four(q)
     k, v = (_four(x).expand(q.shape[0], -1, -1, -1) for x in (k, v))

@@ -31,7 +31,7 @@ class Met(NamedTuple):
     rows: slice
     keys: slice
     places: slice
-    """Those of the keys in the whole sequence, for a mask."""
+    """The places of the keys in the whole sequence, for a mask."""
     diagonal: bool = False
 
 

@@ -30,7 +30,7 @@ class SumOfParts:
     """The gradient of ``like`` [.. s d], in the precision of sums.
 
     Args:
-        so_far: of earlier parts, which is added to.
+        so_far: the sum of earlier parts, which is added to.
     """
 
     def __init__(self, like: torch.Tensor, so_far: torch.Tensor | None = None) -> None:
@@ -54,7 +54,7 @@ class SumOfParts:
         at += part
 
     def total(self) -> torch.Tensor:
-        """Return the sum; zeros where nothing was added."""
+        """Return the sum; zeros if nothing was added."""
         if self._total is None:
             return torch.zeros_like(self._like, dtype=precision_of_sums(self._like))
         for gap in self._places.first_time(self._all):

@@ -48,7 +48,7 @@ def _scores(
     q, k, mask, queries, keys, n_queries, n_keys, scale, mask_q, mask_k,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block, -inf where a query does not see a key; ``mask`` points to the head's."""
+    """Compute the scores of a block, -inf where a query does not see a key; ``mask`` points to the head's."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     seen = (queries[:, None] < n_queries) & (keys[None, :] < n_keys)
     if MASK != _NO_MASK:
@@ -230,7 +230,7 @@ def backward_to_keys(
 
 
 def blocks_of(dtype: torch.dtype, n_inner: int, n_values: int) -> dict[str, int]:
-    """Sizes of blocks, such that what threads share is less than 99 KiB, which all GPUs from the A10 on have."""
+    """Return sizes of blocks, such that what threads share is less than 99 KiB, which all GPUs from the A10 on have."""
     n_bytes = dtype.itemsize * max(n_inner, n_values)
     size = 64 if dtype.itemsize == 2 and n_bytes <= 256 else 32 if dtype.itemsize == 2 or n_bytes <= 256 else 16
     return {
@@ -289,7 +289,7 @@ def forward(tensors: tuple[Any, ...], form: Any, out: torch.Tensor, log_sum: tor
 def backward(
     grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, tensors: tuple[Any, ...], form: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries [b h q d], keys [b g k d] and values [b g k e], without holes."""
+    """Compute the gradients of queries [b h q d], keys [b g k d] and values [b g k e], without holes."""
     call = _Call(tensors, form)
     q, k, v = tensors[:3]
     of_q, of_k, of_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

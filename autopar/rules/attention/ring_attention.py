@@ -8,7 +8,7 @@ places. These go round the axis, one rank a step, while each rank adds the atten
 further, home. With a causal mask the last rank would work all steps and the first one a single one, so ranks first
 exchange halves: of 2 n pieces, rank i gets numbers i and 2 n - 1 - i (*zigzag*, as in Llama 3, arXiv:2407.21783;
 :mod:`.attention_halves`), and all have the same work in each step. Where another axis cuts the queries too, ranks skip
-what they may not see.
+what the mask hides.
 
 *Dropout* of the probabilities leaves the log-sum-exp as it is, so parts are put together as without; which element is
 dropped is decided by its place in the whole sequence (:mod:`.sharded_random`). What has it is computed step by step,
@@ -37,7 +37,7 @@ from autopar.rules.lowering_helpers.collective_helpers import permuted, sends_on
 from autopar.rules.lowering_helpers.local_shard import Sizes, axes_of, cuts_on, n_shards, positions, which_shard
 from autopar.rules.lowering_helpers.lowering_trial import makes_some_steps, standing_for
 from autopar.torch_private import each_rank
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 QUERIES, RING = "q", "ring"
 TRIED_STEPS = 4
@@ -52,7 +52,7 @@ def _added(
     way: Going, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     mask: torch.Tensor | None, hashes: Hashes, out: torch.Tensor | None, log_sum: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Merge the attention to these keys into that to earlier ones; the first time there are none."""
+    """Merge the attention to the keys `k` into that to earlier ones; the first time there are none."""
     so_far = AttentionSoFar(q, v.shape[-1], out, log_sum)
     for pair, part in way.parts(numbers, source, q, k, v, mask, hashes):
         so_far.add(pair.rows, *part.result())
@@ -74,7 +74,7 @@ def _gradients(
     v: torch.Tensor, mask: torch.Tensor | None, hashes: Hashes, out: torch.Tensor, log_sum: torch.Tensor,
     of_q: torch.Tensor | None, of_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Add these keys' share to the gradients of the queries, and return the gradients of these keys and values.
+    """Add the share of the keys `k` to the gradients of the queries, and return the gradients of these keys and values.
 
     They are in the precision of sums; the mask's gradient is added to ``of_mask``.
     """
@@ -103,7 +103,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: SavedContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+        ctx: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
         seed: Any, way: Going,
     ) -> torch.Tensor:  # fmt: skip
         hashes: Hashes = (None, None)
@@ -151,7 +151,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: SavedContext, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:
         way: Going = ctx.way
         q, mask, out, log_sum, of_rows, of_places, *keys_and_values = ctx.saved_tensors
         hashes, message, given = (of_rows, of_places), None, grad

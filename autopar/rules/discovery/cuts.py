@@ -34,7 +34,7 @@ Path = tuple[int | str, ...]
 class ValidCut:
     """A valid cut: one placement per input, and per output all placements that describe its pieces.
 
-    ``halved`` is the whole number among the arguments that a piece has half of; None where there is none.
+    ``halved`` is the whole number among the arguments that a piece has half of; None if there is none.
     """
 
     ins: tuple[Placement, ...]

@@ -159,7 +159,7 @@ def _shape_arg(call: Call) -> tuple[int, str] | None:
 def _factors(
     cuts: Sequence[ValidCut], outs: Sequence[tuple[int, ...]], shape_arg: tuple[int, str] | None
 ) -> tuple[Factor, ...]:
-    """Cuts that do not contradict each other: no dim is in two. Those that cut the most tensors come first."""
+    """Return cuts that do not contradict each other: no dim is in two. Those that cut the most tensors come first."""
     candidates = []
     for cut in cuts:
         dims = tuple(_dim(valid) for valid in cut.outs)

@@ -15,7 +15,7 @@ from autopar.rules.proving.proof import invoke
 
 
 def flops_of(call: Call, rule: Rule) -> float:
-    """Forward floating-point operations per element of the product of all factors, as a rule has them.
+    """Return forward floating-point operations per element of the product of all factors, as a rule has them.
 
     As torch counts them on tensors without values; one for every element of the largest tensor where it counts none.
     """

@@ -37,7 +37,7 @@ def key_of(target: str, sample: Sample) -> str:
 
 
 def recall(key: str) -> Discovered | None:
-    """Read a file; None where there is none that can be read."""
+    """Read a file; None if there is none that can be read."""
     with contextlib.suppress(OSError, Unreadable, KeyError, TypeError, ValueError):
         return _read(parse_json(read_text(folder() / f"{key}.json")))
     return None

@@ -1,4 +1,4 @@
-"""Operators called with arguments that they may not take, without harm to this process.
+"""Operators called with arguments that may crash them, without harm to this process.
 
 Kernels need not check the sizes that they are given: oneDNN's LSTM ends the process on weights of another size. So
 sizes are tried first on tensors without values, where that is possible, without oneDNN, and everything in a forked
@@ -79,7 +79,7 @@ def in_a_fork(fn: Callable[[], Result]) -> Result:
         NotTried: the process died, took too long or raised, or there are no forks on this system.
     """
     if not hasattr(os, "fork") or sys.platform == "darwin":
-        raise NotTried("is not tried: that needs a forked process, which this system has none of")
+        raise NotTried("is not tried: trials run in a forked process, and this system cannot fork")
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -106,7 +106,7 @@ def in_a_fork(fn: Callable[[], Result]) -> Result:
 
 
 def _read(reader: int, end: float) -> bytes | None:
-    """Read all that is written; None where that takes until ``end``."""
+    """Read all that is written; None if that takes until ``end``."""
     parts: list[bytes] = []
     while (left := end - time.monotonic()) > 0:
         if select.select([reader], [], [], left)[0]:

@@ -26,16 +26,17 @@ SMALL = (4, 6, 8, 10, 12, 16, 14, 18, 20, 24)
 """Sizes to try, all even: a dim that can't be halved is never found to be one that may be cut."""
 SMALL_ENOUGH = 8
 MOST_ELEMENTS = 1 << 16
-"""Of a tensor in a call that is tried; an operator whose sizes can't be made so small is left whole."""
+"""The most elements of a tensor in a call that is tried; an operator whose sizes can't be made so small is left
+whole."""
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 RANGES = (((0.0, 0.0), (0, 2)), ((0.1, 0.9), (0, 2)), ((0.0, 0.0), (1, 3)), ((0.0, 0.0), (0, 6)))
-"""Of floating-point inputs: normal numbers, else numbers between these (a logarithm's). Of whole numbers: an index of
+"""For floating-point inputs, normal numbers, else numbers between these (a logarithm's). For whole numbers: an index of
 any dim, else what can be divided by, else more of them, for what is the same for the first two."""
 
 
 @dataclass(frozen=True)
 class Small:
-    """``sample`` is a call that can be tried; ``as_it_is`` the call itself, where it is not too large to be."""
+    """``sample`` is a call that can be tried; ``as_it_is`` the call itself, if it is not too large to be."""
 
     sample: Sample
     as_it_is: Sample | None
@@ -122,7 +123,7 @@ def _bytes(call: Call, mapped: Mapping[int, int]) -> bool:
 
 
 def _kinds(call: Call) -> Iterator[_Trial]:
-    """Ways to draw inputs: double precision first, normal numbers first, whole numbers up to a dim's size last."""
+    """Yield ways to draw inputs: double precision and normal numbers first, whole numbers up to a dim's size last."""
     wide = any(spec.dtype in FLOATS[1:] for spec in call.ins)
     for double in (True, False) if wide else (True,):
         for (low, high), whole_numbers in RANGES:
@@ -167,7 +168,7 @@ class _Trial:
     def shapes(
         self, mapped: Mapping[int, int], whole_numbers: frozenset[int] = frozenset()
     ) -> tuple[tuple[int, ...] | None, ...] | None:
-        """Return the shapes of the outputs; None where the operator refuses, or returns no numbers or no tensors."""
+        """Return the shapes of the outputs; None if the operator refuses, or returns no numbers or no tensors."""
         try:
             outs = self._called(mapped, whole_numbers)
         except REFUSALS:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from autopar.rules.lowering_helpers.local_shard import n_shards
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, Begun, in_trial
 from autopar.torch_private import FakeTensor, LocalIntNode, LocalTensor, functional_collectives, group_of_axis
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 
 class Trip:
@@ -29,9 +29,9 @@ class Trip:
             are, and what comes back for them is zero.
         n_experts: how many experts the ranks of the axis have together: each has as many, in order, but for the last
             ones, which have fewer or none where the ranks do not divide them.
-        axis: of the ambient mesh.
+        axis: the axis of the ambient mesh.
         busiest: for tensors without values: the number on the axis of the rank that gets most rows, and the share of
-            rows that each gets; None where all get as many.
+            rows that each gets; None if all get as many.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Trip:
         self.n_rows, self.axis, ranks = expert.shape[0], axis, n_shards([axis])
         self.group = None if in_trial() else group_of_axis(axis)  # the backward knows no mesh
         self.of_each = -(-n_experts // ranks)
-        """Of a rank that has most experts."""
+        """The experts of a rank that has most experts."""
         key = torch.where((expert >= 0) & (expert < n_experts), expert, n_experts)
         in_order, order = torch.sort(key, stable=True)
         numbers = torch.arange(n_experts + 1, device=expert.device)
@@ -82,7 +82,7 @@ class Passage:
         home: whether they go back.
 
     Attributes:
-        waits_for: gives what arrives, of the forward or the backward that is under way; None where none is.
+        waits_for: gives what arrives, of the forward or the backward that is under way; None if none is.
     """
 
     def __init__(self, trip: Trip, rows: torch.Tensor, home: bool) -> None:
@@ -125,26 +125,26 @@ class Passage:
 
 class _SetOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: SavedContext, rows: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
+    def forward(ctx: Context, rows: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.passage = passage
         passage.send(rows, order, passage.home, backward=False)
         return rows.new_empty(0)
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
         return ctx.passage.wait(*ctx.saved_tensors, not ctx.passage.home), None, None
 
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: SavedContext, on_its_way: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
+    def forward(ctx: Context, on_its_way: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.passage = passage
         return passage.wait(order, passage.home)
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
         ctx.passage.send(grads[0], *ctx.saved_tensors, not ctx.passage.home, backward=True)
         return grads[0].new_empty(0), None, None
 
@@ -192,7 +192,7 @@ def _on_host(
 
 
 def untyped(like: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
-    """Give ``result``, which the type checker did not see computed, the type of a product of all these tensors.
+    """Give ``result``, which the type checker did not see computed, the type of a product of all tensors in `like`.
 
     A factor without a gradient counts as invariant if another factor has one, since it has no gradient to be summed.
     """

@@ -98,7 +98,7 @@ def travelling_block(
     """Compute the block with rows and experts cut by the same axes: rows travel to their expert and back, axis by axis.
 
     Args:
-        load: of the experts, for runs on tensors without values, which are of the rank that gets most rows.
+        load: the load of the experts; a run on tensors without values is that of the rank that gets most rows.
     """
     of_experts = tensors[body_of(body).roles.index(EXPERT)]
     n_experts = sizes[TRAVEL] if sizes else of_experts.shape[0] * n_shards(axes_of(cut, TRAVEL))
@@ -116,8 +116,8 @@ class Travelling:
         expert: int [received rows], of this rank's experts, behind the last trip.
         multiplied: for the type checker, tensors of which the result is a product (:func:`_multiplied`).
         trips: one for each axis, in order.
-        under_way: of the last axis, tensors of rows by their number among those of the block, and in the end the
-            result on the first axis.
+        under_way: on the last axis, tensors of rows by their number among those of the block, and in the end the result
+            on the first axis.
     """
 
     expert: torch.Tensor
@@ -132,8 +132,8 @@ def travelling_in_parts(n_experts: int, args: tuple[PyTree, ...], kwargs: Mappin
     Only the second reads the experts' matrices: where these are gathered for their use, it waits for them.
 
     Args:
-        n_experts: of all ranks.
-        args, kwargs: of the block on one rank, whatever stands there for tensors.
+        n_experts: the number of experts of all ranks.
+        args, kwargs: the arguments of the block on one rank, whatever stands there for tensors.
     """
     (*given, expert), body = args
     roles = body_of(body).roles
@@ -149,11 +149,11 @@ def travelling_in_parts(n_experts: int, args: tuple[PyTree, ...], kwargs: Mappin
 
 
 def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut: Cuts, load: Any = ()) -> Travelling:
-    """Rows set out to the ranks of their experts.
+    """Send rows to the ranks of their experts.
 
     Args:
         rows: the block's tensors that are rows, None in the places of the others.
-        n_experts: of all ranks.
+        n_experts: the number of experts of all ranks.
     """
     tensors = {k: x for k, x in enumerate(rows) if x is not None}
     travelling = Travelling(expert, _multiplied(tensors.values()), [], {})
@@ -170,7 +170,7 @@ def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut
 
 
 def rows_computed(travelling: Travelling, others: Sequence[Any], body: str, *, cut: Cuts) -> Travelling:
-    """Rows that have arrived are computed by their experts, and the results set out.
+    """Compute the rows that have arrived by their experts, and send the results.
 
     Args:
         others: the block's tensors that are no rows, None in the places of those.

@@ -2,7 +2,7 @@
 
 What stands between the products of all rows at once can be larger than any cache, and memory of that size is taken from
 the system, page by page, each time. Rows of one expert are a fraction of it, whose memory is used again. On GPUs, and
-where there are few rows, one call for all experts is quicker.
+if there are few rows, one call for all experts is quicker.
 
 The gradients of an expert's matrices are computed in their place in the gradient of all.
 """
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from autopar.torch_private import FakeTensor, LocalTensor, is_in_torch_dispatch_mode
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 LEAST_BYTES = 2**20
-"""Of what one expert's rows make, from which on experts take turns."""
+"""The bytes of what one expert's rows make, from which on experts take turns."""
 
 
 def in_turn(tensors: Sequence[torch.Tensor], n_rows: Any, n_experts: int) -> bool:
@@ -27,7 +27,7 @@ def in_turn(tensors: Sequence[torch.Tensor], n_rows: Any, n_experts: int) -> boo
 
     Args:
         tensors: rows, and what experts have.
-        n_rows: of all experts.
+        n_rows: the number of rows of all experts.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not isinstance(n_rows, int):
         return False
@@ -62,13 +62,13 @@ class Matrices:
 
 class _OneByOne(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: SavedContext, whole: torch.Tensor, matrices: Matrices) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Context, whole: torch.Tensor, matrices: Matrices) -> tuple[torch.Tensor, ...]:
         ctx.matrices = matrices
         ctx.set_materialize_grads(False)
         return whole.unbind(0)
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> Any:
         matrices: Matrices = ctx.matrices
         for expert, grad in enumerate(grads):
             place = matrices.place(expert)
@@ -83,14 +83,14 @@ class _OneByOne(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: SavedContext, rows: torch.Tensor, matrix: torch.Tensor, matrices: Matrices, expert: int
+        ctx: Context, rows: torch.Tensor, matrix: torch.Tensor, matrices: Matrices, expert: int
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, matrix)
         ctx.matrices, ctx.expert = matrices, expert
         return torch.mm(rows, matrix)
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
         rows, matrix = ctx.saved_tensors
         of_rows = torch.mm(grads[0], matrix.t()) if ctx.needs_input_grad[0] else None
         of_matrix = None
@@ -102,7 +102,7 @@ class _Product(torch.autograd.Function):
 def one_after_the_other(
     rows: Sequence[torch.Tensor], ends: torch.Tensor, body: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
 ) -> torch.Tensor | None:
-    """Compute a block on rows in the order of their experts; None where no expert has any.
+    """Compute a block on rows in the order of their experts; None if no expert has any.
 
     Args:
         rows: tensors [rows ...], in that order.

@@ -31,8 +31,8 @@ class Features:
     """The dims and factors of a block that carry its features.
 
     Attributes:
-        size: of the smallest dim; others hold several parts of that size, one behind the other.
-        dims: of the block's tensors: which dim of each holds them.
+        size: the size of the smallest dim; others hold several parts of that size, one behind the other.
+        dims: for each of the block's tensors, which dim holds the features.
         additive: the block's tensors that are added to the sum, such as the bias of the down projection.
         splits: ``(size of the dim, bytes of an element)`` of every split of such a dim into parts.
     """
@@ -44,10 +44,10 @@ class Features:
 
 
 def features_of(steps: Sequence[Any], ins: Sequence[Spec]) -> Features | None:
-    """Return the features of a block; None where its matrices cannot be cut by features.
+    """Return the features of a block; None if its matrices cannot be cut by features.
 
     Args:
-        steps: of the block's program (:class:`~autopar.rules.experts.expert_block.Body`).
+        steps: the steps of the block's program (:class:`~autopar.rules.experts.expert_block.Body`).
         ins: its tensors, the expert of each row last.
     """
     products = [k for k, (target, _, _) in enumerate(steps) if target == EXPERTS]

@@ -82,7 +82,7 @@ def notes_on_load(graph: Graph, plan: Plan) -> tuple[str, ...]:
 
 
 def _cut_by_expert(graph: Graph, plan: Plan) -> Iterator[tuple[Node, list[str], int]]:
-    """Operators of routed experts that a plan cuts by expert, the axes that do so, and into how many pieces."""
+    """Yield operators of routed experts that a plan cuts by expert, the axes that do so, and into how many pieces."""
     for stage in plan.stages:
         for name, options in stage.ops.items():
             node = graph.nodes[graph.index[name]]

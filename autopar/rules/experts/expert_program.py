@@ -38,7 +38,7 @@ class Body:
     """The program of a block of experts.
 
     Attributes:
-        roles: of the block's tensors, the expert of each row not counted.
+        roles: the roles of the block's tensors, the expert of each row not counted.
         steps: ``(operator, args, kwargs)`` in order; the last one makes the result. The expert of each row is the
             :class:`Value` behind those with roles.
     """

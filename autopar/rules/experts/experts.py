@@ -21,7 +21,7 @@ from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 from autopar.torch_private import below_autograd
 from autopar.words.load_shares import busiest
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 EXPERTS = "autopar.expert_linear.default"
 
@@ -148,13 +148,13 @@ def _differentiable(name: str) -> Any:
 
     class Product(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: SavedContext, x: torch.Tensor, weight: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Context, x: torch.Tensor, weight: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(x, weight, where)
             with below_autograd():
                 return getattr(torch.ops.autopar, name)(x, weight, where)  # type: ignore[no-any-return]
 
         @staticmethod
-        def backward(ctx: SavedContext, *grads: torch.Tensor) -> Any:
+        def backward(ctx: Context, *grads: torch.Tensor) -> Any:
             wanted = list(ctx.needs_input_grad[:2])
             backward = getattr(torch.ops.autopar, f"{name}_backward")
             of_x, of_weight = backward(grads[0], *ctx.saved_tensors, wanted)
@@ -168,13 +168,13 @@ def _permutation(forth: str, back: str) -> Any:
 
     class Permuted(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: SavedContext, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Context, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(order)
             with below_autograd():
                 return getattr(torch.ops.autopar, forth)(rows, order)  # type: ignore[no-any-return]
 
         @staticmethod
-        def backward(ctx: SavedContext, *grads: torch.Tensor) -> Any:
+        def backward(ctx: Context, *grads: torch.Tensor) -> Any:
             return getattr(torch.ops.autopar, back)(grads[0], *ctx.saved_tensors), None
 
     return lambda *args: Permuted.apply(*args)
@@ -214,7 +214,7 @@ _library.impl("in_order_of_rows", _permutation("in_order_of_rows", "in_order_of_
 
 
 def expert_product(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-    """Row by row ``x[i] @ weight[expert[i]]``: [rows k], [experts k n] and int [rows] to [rows n]."""
+    """Compute row by row ``x[i] @ weight[expert[i]]``: [rows k], [experts k n] and int [rows] to [rows n]."""
     return torch.ops.autopar.expert_linear(x, weight, expert)  # type: ignore[no-any-return]
 
 
@@ -230,10 +230,10 @@ def own_experts(
 def most_rows(call: Call, name: str, n_experts: int) -> Callable[[Mapping[str, int | Fraction]], float] | None:
     """Return the work of the busiest rank as a multiple of its share of the experts.
 
-    None where the load is unknown or equal.
+    None if the load is unknown or equal.
 
     Args:
-        name: of the option that cuts experts.
+        name: the name of the option that cuts experts.
     """
     if not call.load:
         return None

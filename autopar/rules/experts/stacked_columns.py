@@ -16,7 +16,7 @@ from autopar.rules.experts.expert_all_to_all import exchanged
 from autopar.rules.lowering_helpers.local_shard import for_each, n_shards, piece
 from autopar.rules.lowering_helpers.lowering_trial import in_trial
 from autopar.torch_private import group_of_axis
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 
 class _Route:
@@ -24,7 +24,7 @@ class _Route:
 
     Args:
         parts: p.
-        device: of the tensors.
+        device: the device of the tensors.
     """
 
     def __init__(self, parts: int, axis: str, device: torch.device) -> None:
@@ -43,13 +43,13 @@ class _Route:
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: SavedContext, units: torch.Tensor, order: torch.Tensor, route: _Route) -> torch.Tensor:
+    def forward(ctx: Context, units: torch.Tensor, order: torch.Tensor, route: _Route) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.route = route
         return exchanged(units.index_select(0, order), route.sends, route.receives, route.group)
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
         route = ctx.route
         came = exchanged(grads[0].contiguous(), route.receives, route.sends, route.group)
         [order] = ctx.saved_tensors

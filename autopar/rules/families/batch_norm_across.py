@@ -25,7 +25,7 @@ from autopar.rules.lowering_helpers.local_shard import all_of, weights_on
 from autopar.rules.notation import Comm
 from autopar.torch_private import each_rank, preserve_version_counter, reached
 from autopar.words.placements import axis_and_block
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 _aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ class _Way:
     Attributes:
         axes: those that cut the batch or space, in the order in which their ranks' statistics are put together.
         groups: their process groups.
-        weights: for each axis what part of the elements each of its ranks has, [ranks]; None where all have as many.
+        weights: for each axis what part of the elements each of its ranks has, [ranks]; None if all have as many.
         n: elements of a channel, on all ranks.
     """
 
@@ -56,7 +56,7 @@ def _precise(x: torch.Tensor) -> torch.Tensor:
 
 
 def _moments(x: torch.Tensor) -> torch.Tensor:
-    """Mean and biased variance of each channel, [2 c]; zeros where there is nothing."""
+    """Compute the mean and biased variance of each channel, [2 c]; zeros if there is nothing."""
     z = _precise(x)
     if not x.numel():
         return z.new_zeros(2, x.shape[1])
@@ -125,11 +125,11 @@ def _of_statistics(
 
 
 class _BatchNorm(torch.autograd.Function):
-    """``(norm of x, mean, variance)`` with the statistics of all ranks of the axes; these have no gradients."""
+    """``(norm of x, mean, variance)`` with the statistics of all ranks of the axes; statistics have no gradients."""
 
     @staticmethod
     def forward(
-        ctx: SavedContext, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, way: _Way
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, way: _Way
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         moments = each_rank(_moments)(x)
         for axis, group, weights in zip(way.axes, way.groups, way.weights, strict=True):
@@ -155,7 +155,7 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: SavedContext, grad: torch.Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor | None, *_: Any) -> Any:
         if grad is None:
             return None, None, None, None
         way: _Way = ctx.way
@@ -203,7 +203,7 @@ def batch_norm_across(
 
 
 def collectives_of_batch_norm(factors: Sequence[str], item_bytes: int) -> tuple[Comm, ...]:
-    """Return the collectives of :func:`batch_norm_across` where any of these factors is cut.
+    """Return the collectives of :func:`batch_norm_across` if any of `factors` is cut.
 
     Mean and variance are gathered; two sums are reduced in one buffer.
     """

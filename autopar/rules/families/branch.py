@@ -46,7 +46,7 @@ def branch(
 
 
 def _value(condition: torch.Tensor) -> bool | None:
-    """Return the value of a condition, read once however many branches it decides; None where it has no value."""
+    """Return the value of a condition, read once however many branches it decides; None if it has no value."""
     if condition.is_meta or isinstance(condition, FakeTensor):
         return None
     answer: bool | None = getattr(condition, _READ, None)

@@ -18,7 +18,7 @@ from autopar.rules.notation import Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 from autopar.torch_private import below_autograd
-from autopar.words.trees import PyTree, SavedContext
+from autopar.words.trees import Context, PyTree
 
 _ARGUMENTS = (
     "Tensor scores, Tensor targets, Tensor? there, Tensor n_steps, Tensor n_targets, int blank, bool zero_infinity"
@@ -64,8 +64,7 @@ def _rows_backward(
 class _Ctc(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: SavedContext, scores: torch.Tensor, targets: torch.Tensor, there: torch.Tensor | None,
-        n_steps: torch.Tensor,
+        ctx: Context, scores: torch.Tensor, targets: torch.Tensor, there: torch.Tensor | None, n_steps: torch.Tensor,
         n_targets: torch.Tensor, blank: int, zero_infinity: bool,
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(scores, targets, there, n_steps, n_targets)
@@ -74,7 +73,7 @@ class _Ctc(torch.autograd.Function):
             return torch.ops.autopar.ctc(scores, targets, there, n_steps, n_targets, blank, zero_infinity)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
         of_scores = torch.ops.autopar.ctc_backward(grads[0], *ctx.saved_tensors, *ctx.how)
         return of_scores, None, None, None, None, None, None
 
@@ -96,8 +95,8 @@ def ctc_of_rows(
     Args:
         scores: log-probabilities [steps rows classes].
         targets: classes [rows most], or those of all rows one behind the other [sum of n_targets].
-        there: bool [rows most], which of a row's ``targets`` are targets; None where they are the first ones.
-        n_steps, n_targets: of each row, int [rows].
+        there: bool [rows most], which of a row's ``targets`` are targets; None if they are the first ones.
+        n_steps, n_targets: the numbers of each row, int [rows].
         blank: the class that stands for none.
         zero_infinity: gradients of rows that cannot be aligned are zero.
 

@@ -32,7 +32,7 @@ def _splitmix(z):
 def _hashes(
     seed, numbers, places, row, column, site, n_rows, n_columns, CUT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Hashes of a block of rows and of a block of columns."""
+    """Compute the hashes of a block of rows and of a block of columns."""
     key = _splitmix(_splitmix(tl.load(seed) + 1) + site)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     number, place = at, at
@@ -67,8 +67,8 @@ def hashes(
     """Return the hashes of rows, int32 [n_rows], and of columns, int32 [n_columns].
 
     Args:
-        seed: of the step, an int64 scalar on the device.
-        numbers, places: of which rows and columns of the whole tensor, int64; None for all of them in order.
+        seed: the seed of the step, an int64 scalar on the device.
+        numbers, places: the numbers of the rows and columns of the whole tensor, int64; None for all of them in order.
     """
     row, column = (torch.empty(n, dtype=torch.int32, device=seed.device) for n in (n_rows, n_columns))
     is_cut = numbers is not None

@@ -63,7 +63,7 @@ def arange(call: Call) -> Rule:
 @rule("aten.eye.m", samples=[sample(4, 6)])
 @rule("aten.tril_indices.default", "aten.triu_indices.default", samples=[sample(4, 4)])
 def made_whole(call: Call) -> Rule:
-    """Small, and every value depends on where it stands: each rank makes all of it."""
+    """Make the rule of a small tensor whose values depend on their place: each rank makes all of it."""
     sizes, term = named(call.out.shape)
     return Rule(sizes, (), (tuple(term),), "copy", frozenset(sizes))
 

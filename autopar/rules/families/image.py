@@ -42,7 +42,7 @@ def edge_pad(call: Call) -> Rule:
 
 
 def _padded(call: Call, linear: bool, only_batches: bool = False) -> Rule:
-    """Amounts count from the last dim; dims that are not padded are free.
+    """Make the rule of padding: amounts count from the last dim; dims that are not padded are free.
 
     Args:
         only_batches: the kernel refuses tensors of no elements, but for their batch.
@@ -107,7 +107,7 @@ def pixel_unshuffle(call: Call) -> Rule:
 
 @rule("aten.im2col.default", samples=[sample(T((2, 4, 6, 6)), [3, 3], [1, 1], [1, 1], [1, 1])])
 def im2col(call: Call) -> Rule:
-    """Windows of an image as columns, as in ``nn.Unfold``."""
+    """Make the rule of an image's windows as columns, as in ``nn.Unfold``."""
     return line(
         "b c h w -> b (c k) l", call, sizes={"k": prod(call.args[1])}, whole="h w k l", kind="copy", linear=[{0}],
         needs_some="b c",

@@ -128,7 +128,7 @@ def _rows_along(call: Call) -> tuple[dict[str, int], list[Dim], int, tuple[Dim, 
     ],
 )  # fmt: skip
 def index_add(call: Call) -> Rule:
-    """Pieces of the source add to a pending sum."""
+    """Make the rule of ``index_add``: pieces of the source add to a pending sum."""
     sizes, dims, d, source = _rows_along(call)
     both = (frozenset({0, 2}),) if call.out.is_float else ()
     whole = frozenset({dims[d][0], *(() if both else "i")})
@@ -163,7 +163,7 @@ def index_fill(call: Call) -> Rule:
     sample(T((4, 6)), 1, T((2, 4), "int64", 6)),
 ])  # fmt: skip
 def gather(call: Call) -> Rule:
-    """Input and index share the dims of equal size; dims that the index shortens are whole, and so is the gathered."""
+    """Make the rule of ``gather``: equal dims are shared, the gathered one and those that the index shortens whole."""
     d = call.args[1] % max(1, len(call.out.shape))
     sizes, dims = named(call.ins[0].shape)
     term: list[Dim] = []

@@ -75,7 +75,7 @@ def cross_entropy_across(
 def _vocabulary_cross_entropy(
     x: torch.Tensor, target: torch.Tensor, smoothing: float, cut: Cuts, sizes: Sizes
 ) -> torch.Tensor:
-    """Loss per row, whole on every rank: two all-reduces of a few numbers a row, none in the backward."""
+    """Compute the loss per row, whole on every rank: two all-reduces of a few numbers a row, none in the backward."""
     axes = axes_of(cut, "v")
     dim = 0 if x.dim() == 1 else 1
     z = x - greatest(with_one(x, dim, -math.inf, cut, sizes, "v").amax(dim, keepdim=True), axes)

@@ -50,7 +50,7 @@ def multinomial(
 def _fine_uniform(
     seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: torch.device
 ) -> torch.Tensor:
-    """Uniform in [0, 1) in steps of 2**-48, float64."""
+    """Draw uniform numbers in [0, 1) in steps of 2**-48, float64."""
     coarse, fine = (
         uniform(seed, one_of_two(site, i, _SITES_OF_OTHERS), shape, shards, device, torch.float64)
         for i in (0, 1)

@@ -35,7 +35,7 @@ def _half(dtype: torch.dtype) -> bool:
 def _moments(
     x: torch.Tensor, dims: Sequence[int], cut: Cuts, sizes: Sizes, factors: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance over ``dims``, which are cut along ``factors``, with the dims kept."""
+    """Compute the mean and biased variance over ``dims``, which are cut along ``factors``, with the dims kept."""
     if any(some_have_none(cut, sizes, factor) for factor in factors):  # torch.var_mean warns where there is nothing
         local_mean = numbers(x.mean(list(dims), keepdim=True), cut, sizes, factors)
         local_var = numbers((x - local_mean).square().mean(list(dims), keepdim=True), cut, sizes, factors)

@@ -77,7 +77,7 @@ _WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def elementwise(call: Call) -> tuple[dict[str, int], tuple[Term, ...], Term]:
-    """Sizes and terms of a broadcasting operator."""
+    """Return the sizes and terms of a broadcasting operator."""
     shape = call.out.shape
     n = len(shape)
     names = BATCH_NAMES[:n]

@@ -19,12 +19,12 @@ _ALPHA = 1.7580993408473766
 
 
 def _given(args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *names: tuple[str, Any]) -> list[Any]:
-    """Arguments by position or name, or their defaults."""
+    """Return arguments by position or name, or their defaults."""
     return [args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(names)]
 
 
 def _unit(x: torch.Tensor, draw: dict[str, Any]) -> torch.Tensor:
-    """Uniform in (0, 1) in the shape of ``x``."""
+    """Draw uniform numbers in (0, 1) in the shape of ``x``."""
     u = uniform(draw["seed"], draw["site"], draw["shape"], draw["shards"], x.device, torch.float32)
     return u + 2.0**-25
 

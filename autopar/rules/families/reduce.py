@@ -1,4 +1,4 @@
-"""Reductions: sums and means may be cut along what they sum (pending sums), extremes may not."""
+"""Reductions: sums and means can be cut along what they sum (pending sums), extremes cannot."""
 
 from __future__ import annotations
 

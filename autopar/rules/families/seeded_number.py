@@ -53,7 +53,7 @@ def number_drawn(seed: int | float, generator: str, draws: Sequence[Draw]) -> An
 
 
 def original(generator: str) -> Callable[..., Any]:
-    """Return what makes such a generator, whatever stands in its place while a model is traced."""
+    """Return what makes the `generator` of numpy or Python, whatever stands in its place while a model is traced."""
     if generator not in _GENERATORS:
         _GENERATORS[generator] = GENERATORS[generator]()
     return _GENERATORS[generator]

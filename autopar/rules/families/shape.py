@@ -35,7 +35,7 @@ def except_dim(call: Call, dim: int, kind: str = "copy", linear: bool = True, **
 
 
 def _split_factors(a: Sequence[int], b: Sequence[int]) -> tuple[dict[str, int], Term, Term, frozenset[str]]:
-    """Factors of a reshape from ``a`` to ``b``.
+    """Return the factors of a reshape from ``a`` to ``b``.
 
     Both shapes are walked from the left; where the products so far meet, a factor ends in both. A stretch whose
     boundaries do not divide one another can be cut only by what its first dims have in common; the rest is whole.
@@ -282,7 +282,7 @@ def repeat_interleave(call: Call) -> Rule:
 
 
 def _repeated_here(dim: int) -> Localize:
-    """Repeats, and the argument ``output_size``, at local sizes: a dim of size 1 is cut by fewer repeats."""
+    """Return the repeats, and the argument ``output_size``, at local sizes: a dim of size 1 is cut by fewer repeats."""
 
     def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         name = named(call.ins[0].shape)[1][dim][0]

@@ -30,12 +30,12 @@ from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 from autopar.words.graph import RowsAt
-from autopar.words.trees import PyTree, SavedContext
+from autopar.words.trees import Context, PyTree
 
 Shards = Sequence[Sequence[str]]
 Site = int | tuple[int, tuple[RowsAt, ...] | None]
 """The number of a call; and, unless it draws once for all rows of the batch, where these are in what it draws (None
-where that is not known: then each microbatch draws numbers of its own)."""
+if that is not known: then each microbatch draws numbers of its own)."""
 NOT_FIRST = 1 << 32
 """More than any dim has elements: the stride of a second dim that has rows."""
 
@@ -61,7 +61,7 @@ def seed_at(seed: torch.Tensor, first: int, block: int, stride: int) -> torch.Te
     """Return the seed of a microbatch, int64 [4].
 
     Args:
-        seed: of the step, int64 [].
+        seed: the seed of the step, int64 [].
         first, block, stride: row ``r`` of the microbatch is row ``r // block * stride + first + r % block`` of the
             batch: where ranks have rows of their own, a microbatch has ``block`` of each of them, and these are
             ``stride`` rows apart.
@@ -70,13 +70,13 @@ def seed_at(seed: torch.Tensor, first: int, block: int, stride: int) -> torch.Te
 
 
 def bits(seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: torch.device) -> torch.Tensor:
-    """Uniform int32 for this rank's piece of a tensor of global ``shape``; ``shards`` has the axes cutting each dim."""
+    """Draw uniform int32 for this rank's piece of a tensor of global ``shape``; ``shards`` has the axes of each dim."""
     # -> [*local shape]
     return bits_at(seed, site, shape, [positions(n, axes, device) for n, axes in zip(shape, shards, strict=True)])
 
 
 def bits_at(seed: torch.Tensor, site: Site, shape: Sequence[int], places: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Uniform int32 for the elements of a tensor of global ``shape`` at these positions along each dim."""
+    """Draw uniform int32 for the elements of a tensor of global ``shape`` at `places` along each dim."""
     # -> [*local shape]
     if not shape:
         return bits_at(seed, site, (1,), (torch.zeros(1, dtype=torch.int64, device=seed.device),)).reshape(())
@@ -86,7 +86,7 @@ def bits_at(seed: torch.Tensor, site: Site, shape: Sequence[int], places: Sequen
 def halves(
     seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hashes of the rows [*local shape without the last dim] and of the columns [last local dim], int32."""
+    """Return the hashes of the rows [*local shape without the last dim] and of the columns [last local dim], int32."""
     number, rows = (site, ()) if isinstance(site, int) else site
     in_order = rows == () or (seed.dim() == 0 and (rows is None or all(at[:2] == (0, 1) for at in rows)))
     if in_order and not any(shards) and has_kernels(seed) and seed.device == device:
@@ -100,7 +100,7 @@ def halves(
 def hashes_at(
     seed: torch.Tensor, site: Site, shape: Sequence[int], places: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the hashes of the elements at these positions."""
+    """Return the hashes of the elements at `places`."""
     number, rows = (site, ()) if isinstance(site, int) else site
     device, order = places[-1].device, list(range(len(places) - 1))
     value = seed if seed.dim() == 0 else seed[0]
@@ -138,7 +138,7 @@ def in_batch(
     Along a dim with rows, the row comes first.
 
     Args:
-        seed: of the microbatch; None where it is the batch.
+        seed: the seed of the microbatch; None if it is the batch.
     """
     moved = list(places)
     for d, outer, n, inner in rows:
@@ -165,7 +165,7 @@ def _mixed(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 
 
 def kept(p: float, seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: Any) -> torch.Tensor:
-    """Bool mask that is True with probability ``1 - p``."""
+    """Draw a bool mask that is True with probability ``1 - p``."""
     return bits(seed, site, shape, shards, device) < threshold_of(p)
 
 
@@ -177,7 +177,7 @@ def threshold_of(p: float) -> int:
 def uniform(
     seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: Any, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Uniform in [0, 1), as fine as ``dtype`` allows up to 24 bits."""
+    """Draw uniform numbers in [0, 1), as fine as ``dtype`` allows up to 24 bits."""
     n_bits = {torch.bfloat16: 8, torch.float16: 11}.get(dtype, 24)
     fraction = (bits(seed, site, shape, shards, device) >> (32 - n_bits)) + (1 << (n_bits - 1))
     return fraction.to(dtype) * 2.0**-n_bits
@@ -246,7 +246,7 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: SavedContext, x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float
+        ctx: Context, x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float
     ) -> torch.Tensor:
         from autopar.rules.families import dropout_triton
 
@@ -255,7 +255,7 @@ class _Dropped(torch.autograd.Function):
         return dropout_triton.dropped(x, row, column, threshold, scale)
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from autopar.rules.families import dropout_triton
 
         return dropout_triton.dropped(grads[0], *ctx.saved_tensors, *ctx.numbers), None, None, None, None

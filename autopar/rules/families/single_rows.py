@@ -15,7 +15,7 @@ from spmd_types import rules as types
 
 from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes
 from autopar.torch_private import each_rank
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 _aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ class _InOrder(torch.autograd.Function):
     """The same values, and the same gradient, in the strides that torch's kernels read well."""
 
     @staticmethod
-    def forward(ctx: SavedContext, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor) -> torch.Tensor:
         return each_rank(with_stride_in_order)(x.view_as(x))  # type: ignore[no-any-return]
 
     @staticmethod
@@ -47,7 +47,7 @@ class _InOrder(torch.autograd.Function):
         return types.einsum(f"{letters}->{letters}", x)
 
     @staticmethod
-    def backward(ctx: SavedContext, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Context, grad: torch.Tensor) -> torch.Tensor:
         return each_rank(_in_one_piece)(grad)  # type: ignore[no-any-return]
 
 

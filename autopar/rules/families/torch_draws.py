@@ -42,7 +42,7 @@ class WholeDraw(NamedTuple):
     Attributes:
         method: its name, such as ``normal_``; ``randperm`` stands for ``torch.randperm``.
         numbers: its arguments.
-        shape, strides: of the tensor; no strides where it is contiguous.
+        shape, strides: the tensor's; no strides if it is contiguous.
         rows: where the rows of the batch are in it.
     """
 
@@ -75,7 +75,7 @@ class WholeDraw(NamedTuple):
         return self._replace(shape=tuple(shape), strides=strides)
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw it."""
+        """Draw from the generator."""
         dtype, device = getattr(torch, self.dtype), generator.device
         if self.method == "randperm":
             return torch.randperm(self.shape[0], generator=generator, dtype=dtype, device=device)
@@ -86,7 +86,7 @@ class WholeDraw(NamedTuple):
 
 
 def _dense(shape: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Strides of a tensor without gaps, in the order of its dims, of which the first changes slowest."""
+    """Return the strides of a tensor without gaps, in the order of its dims, of which the first changes slowest."""
     return [math.prod(max(1, shape[d]) for d in order[k + 1 :]) for k in range(len(order))]
 
 
@@ -94,7 +94,7 @@ def _dense(shape: Sequence[int], order: Sequence[int]) -> list[int]:
 
 
 def whole_draw(node: Node, spec_of: Callable[[Ref], Spec]) -> WholeDraw | None:  # noqa: C901  (a case for each random operator)
-    """Return what eager mode draws for a random operator; None where it draws nothing.
+    """Return what eager mode draws for a random operator; None if it draws nothing.
 
     Raises:
         CaptureError: it is not known how torch draws it.
@@ -213,9 +213,9 @@ class TorchDraws:
     """A stand-in for the seed of a call, or of a microbatch of it.
 
     Attributes:
-        states: of the generator before each draw, by number of the node.
-        rows: of the batch; None where the call is for all of it.
-        place: of the rows of a microbatch in the batch, int64 [4], as
+        states: the states of the generator before each draw, by number of the node.
+        rows: the rows of the batch; None if the call is for all of it.
+        place: the place of the rows of a microbatch in the batch, int64 [4], as
             :func:`~autopar.rules.families.sharded_random.seed_at` gives it.
     """
 
@@ -232,14 +232,14 @@ class TorchDraws:
         """Return this rank's part of what a call draws.
 
         Args:
-            shards: of each dim of what is drawn, the axes that cut it.
+            shards: for each dim of what is drawn, the axes that cut it.
         """
         return self.at_places(
             site, [positions(n, axes, self.device) for n, axes in zip(site[1][2], shards, strict=True)]
         )
 
     def at_places(self, site: Any, places: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the elements of a call's draw at these positions along each dim."""
+        """Return the elements of a call's draw at `places` along each dim."""
         draw = WholeDraw(*site[1])
         generator = torch.Generator(self.device)
         generator.set_state(self.states[site[0]])
@@ -324,7 +324,7 @@ def _attention(
     scale: float | None = None, enable_gqa: bool = False, cut: Cuts, seed: TorchDraws, site: Any, shape: Sequence[int],
     shards: Shards,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention as torch composes it where probabilities are dropped."""
+    """Compute attention as torch composes it where probabilities are dropped."""
     # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]
     kept = seed.piece(site, (*shards[:-1], ()))
     form = AttentionForm(is_causal, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, 0, 1 - dropout_p)

@@ -29,25 +29,25 @@ from autopar.torch_private import (
     local_tensor_mode,
 )
 from autopar.words.placements import axis_and_block
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 
 class _Collected(torch.autograd.Function):
     """Stands for a collective in a trial: a tensor of its own, in the backward too, and nothing kept for that."""
 
     @staticmethod
-    def forward(ctx: SavedContext, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Context, *grads: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(grads[0])
 
 
 def sends_on(axis: str) -> Any:
     """Return the process group of an axis for :func:`permuted`; None in a trial.
 
-    A backward may use it where there is no ambient mesh.
+    A backward may use it if there is no ambient mesh.
     """
     return None if TRIAL.get() is not None else group_of_axis(axis_and_block(axis)[0])
 
@@ -84,7 +84,7 @@ def permuted(
 
 
 def pending(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """V -> P: the pieces are terms of a sum that is still to be made. Only the type changes, forward and backward."""
+    """Convert V -> P: pieces become terms of a sum to be made. Only the type changes, forward and backward."""
     for axis in axes if spmd.is_type_checking() else ():
         x = spmd.reinterpret(x, axis, src=spmd.V, dst=spmd.P)
     return x
@@ -123,7 +123,7 @@ def total(x: torch.Tensor, axes: Axes, dst: Any) -> torch.Tensor:
 
 
 def part_of(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
-    """R -> V: this rank's piece of a tensor along a dim, which ``axes`` divide evenly; the gradient is pending."""
+    """Convert R -> V: take this rank's piece along a dim that ``axes`` divide evenly; the gradient is pending."""
     for axis in axes:
         if TRIAL.get() is not None:
             x = x.narrow(dim, 0, x.shape[dim] // size_and_unit(axis)[0])
@@ -149,7 +149,7 @@ class _Greatest(torch.autograd.Function):
     """All-reduce with max, of a constant; spmd-types itself only sums."""
 
     @staticmethod
-    def forward(ctx: SavedContext, x: torch.Tensor, axis: str) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, axis: str) -> torch.Tensor:
         return _arrived(functional_collectives.all_reduce(x, "max", group_of_axis(axis)))
 
     @staticmethod
@@ -157,7 +157,7 @@ class _Greatest(torch.autograd.Function):
         return rules.all_reduce(rules.reinterpret(x, axis, src=spmd.V, dst=spmd.P), axis, src=spmd.P, dst=spmd.R)
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         raise AssertionError("a maximum across ranks is a constant")
 
 
@@ -194,7 +194,7 @@ def _arrived(x: torch.Tensor) -> torch.Tensor:
 def average(
     x: torch.Tensor, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factors: Sequence[str]
 ) -> torch.Tensor:
-    """Average a mean ``x`` over this rank's elements over all ranks' elements, where these factors are cut."""
+    """Average a mean ``x`` over this rank's elements over all ranks' elements, if `factors` are cut."""
     axes = axes_of(cut, *factors)
     if sizes is None:
         return total(x, axes, spmd.R) / n_shards(axes)

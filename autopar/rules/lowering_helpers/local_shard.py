@@ -145,7 +145,7 @@ def piece(axes: Axes, device: torch.device) -> torch.Tensor:
 
 
 def positions(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
-    """Global positions of this rank's elements of a dim of ``n``, which ``axes`` cut."""
+    """Return the global positions of this rank's elements of a dim of ``n``, which ``axes`` cut."""
     if n % prod(prod(size_and_unit(axis)) for axis in axes):
         return torch.arange(length_of(n, axes), device=device) + first_of(n, axes, device)
     local = torch.arange(n // n_shards(axes), device=device)
@@ -153,7 +153,7 @@ def positions(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
 
 
 def first(cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str, x: torch.Tensor, dim: int) -> Any:
-    """Global position of the first element of ``x`` along a dim, which is cut along ``factor``: V on its axes."""
+    """Return the global position of the first element of ``x`` along a dim that ``factor`` cuts: V on its axes."""
     axes = cut.get(factor, ())
     if sizes is None:
         return piece(axes, x.device) * x.shape[dim]
@@ -212,7 +212,7 @@ def _part(n: int, axes: Axes, x: torch.Tensor) -> torch.Tensor:
 def weights_on(n: int, axes: Axes, k: int, device: torch.device) -> torch.Tensor:
     """Return each rank's share on axis ``k`` of the ``n`` elements that ``axes`` cut one after the other.
 
-    float64 [ranks], V on the axes before; all zeros where they have none.
+    float64 [ranks], V on the axes before; all zeros if they have none.
     """
     sizes = [size_and_unit(axis)[0] for axis in axes]
     if TRIAL.get() is not None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import spmd_types as spmd
 
 TRIAL: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("trial", default=None)
-"""Sizes of the axes in a trial; None where there are ranks."""
+"""Sizes of the axes in a trial; None if there are ranks."""
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def trial(sizes: Mapping[str, int]) -> Iterator[None]:
     """Run lowerings without ranks, on tensors without values: collectives make tensors of the right shape.
 
     Args:
-        sizes: of the axes.
+        sizes: the sizes of the axes.
     """
     token = TRIAL.set(sizes)
     try:
@@ -39,7 +39,7 @@ class ToOther(NamedTuple):
     """A message of :func:`~.collective_helpers.permuted` on an axis.
 
     Attributes:
-        beside: the call whose compute it runs beside, in its forward or its backward; None where that waits for it.
+        beside: the call whose compute it runs beside, in its forward or its backward; None if that waits for it.
         times: how many messages like it are sent, where a lowering makes some of its equal steps only.
     """
 
@@ -67,13 +67,13 @@ class Counted:
     """The work of lowerings while :func:`as_last_rank` is entered.
 
     Args:
-        flops_so_far: how many multiplications and additions were counted; None where nobody counts them.
+        flops_so_far: how many multiplications and additions were counted; None if nobody counts them.
 
     Attributes:
-        messages: that were sent, of which none arrives.
+        messages: the messages that were sent, of which none arrives.
         begun: collectives that are waited for later, in the order in which they began.
         under_way: the passages for which nobody has waited yet.
-        flops_left_out: of steps that a lowering leaves out, because they are like one that it makes.
+        flops_left_out: FLOPs of steps that a lowering leaves out, because they are like one that it makes.
     """
 
     def __init__(self, flops_so_far: Callable[[], float] | None = None) -> None:
@@ -96,7 +96,7 @@ class Counted:
 
 
 COUNTED: contextvars.ContextVar[Counted | None] = contextvars.ContextVar("counted", default=None)
-"""Where what lowerings do is counted; None where nobody counts."""
+"""Where what lowerings do is counted; None if nobody counts."""
 
 
 @contextlib.contextmanager

@@ -106,7 +106,7 @@ def in_order(graph: Graph, plans: Iterable[OverlappedStep]) -> list[int]:
 
 
 def independent_of(graph: Graph, rules: Sequence[Rule | None], i: int) -> list[int]:
-    """Operators around operator ``i`` that need nothing of it, and of which it needs nothing."""
+    """Return the operators around operator ``i`` that need nothing of it, and of which it needs nothing."""
     by_operator = graph.derived.setdefault("independent operators", {})
     if i not in by_operator:
         by_operator[i] = _independent_of(graph, rules, i)
@@ -154,7 +154,7 @@ def _source(graph: Graph, i: int) -> int | None:
 
 
 def _ancestors(graph: Graph, i: int, source: int) -> set[int]:
-    """Operators behind the source that operator ``i`` needs."""
+    """Return the operators behind the source that operator ``i`` needs."""
     needed, todo = set[int](), [i]
     while todo:
         for ref in graph.nodes[todo.pop()].refs:
@@ -165,7 +165,7 @@ def _ancestors(graph: Graph, i: int, source: int) -> set[int]:
 
 
 def _descendants(graph: Graph, of: set[int], end: int) -> set[int]:
-    """Operators in front of node ``end`` that need one of these, and these."""
+    """Return the operators in `of`, and those before node ``end`` that need one of them."""
     reached = set(of)
     for k in range(min(of, default=end), end):
         if any(ref.node in reached for ref in graph.nodes[k].refs):

@@ -31,7 +31,7 @@ def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Ten
 
 
 def join(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh) -> torch.Tensor:
-    """Inverse of :func:`piece` over all ranks: concatenates shards, sums pending values, takes the first copy."""
+    """Invert :func:`piece` over all ranks: concatenate shards, sum pending values, take the first copy."""
     parts = list(pieces)
     for placement, (_, size) in reversed(list(zip(state, mesh, strict=True))):
         groups = [parts[i : i + size] for i in range(0, len(parts), size)]

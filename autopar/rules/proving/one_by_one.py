@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from autopar.torch_private import LocalIntNode, LocalTensor, OpOverload, local_tensor_mode, pytree
-from autopar.words.trees import PyTree, SavedContext
+from autopar.words.trees import Context, PyTree
 
 DRAWS_SOMETIMES = frozenset({"scaled_dot_product_attention"})
 """Operators that draw random numbers in some of their uses; proofs and programs use them without."""
@@ -123,9 +123,7 @@ class _EachRank(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: SavedContext, func: Any, flat: Any, spec: Any, at: Any, shape: list[Any], *tensors: LocalTensor
-    ) -> Any:
+    def forward(ctx: Context, func: Any, flat: Any, spec: Any, at: Any, shape: list[Any], *tensors: LocalTensor) -> Any:
         mode = local_tensor_mode()
         assert mode is not None
         by_rank: dict[int, tuple[list[torch.Tensor], list[Any]]] = {}
@@ -160,7 +158,7 @@ class _EachRank(torch.autograd.Function):
         return tuple(joined)
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: Any) -> Any:
         by_rank: dict[int, list[torch.Tensor | None]] = {}
         ctx.values_again[:] = ctx.saved_tensors
         with ctx.mode.disable():
@@ -179,7 +177,7 @@ class _EachRank(torch.autograd.Function):
 
 
 def _of_all_ranks(gradients: dict[int, torch.Tensor | None]) -> LocalTensor | None:
-    """Join the gradients of one input on every rank; None where a rank has none."""
+    """Join the gradients of one input on every rank; None if a rank has none."""
     pieces = {rank: gradient.detach() for rank, gradient in gradients.items() if gradient is not None}
     return LocalTensor(pieces) if len(pieces) == len(gradients) else None
 

@@ -59,7 +59,7 @@ class Case:
         Args:
             rule_of: gives the rule to prove: the registered one, or one that is being tried.
             device: where the operator runs; the numbers are drawn on the CPU, so they are the same on every device.
-            dtype: in which tensors that the sample has in float64 are computed.
+            dtype: the dtype in which tensors that the sample has in float64 are computed.
         """
         generator = torch.Generator().manual_seed(seed)
         self.device = torch.device(device)
@@ -196,7 +196,7 @@ def _pass(
 
 
 def _by_tensor(ranks: Sequence[Sequence[torch.Tensor | None]], where: str) -> list[list[torch.Tensor] | None]:
-    """Regroup lists of tensors by rank into lists by tensor; None where ranks have none."""
+    """Regroup lists of tensors by rank into lists by tensor; None if ranks have none."""
     if len({len(of_rank) for of_rank in ranks}) != 1:
         raise RuleIsWrong(f"{where}: ranks give {', '.join(str(len(of_rank)) for of_rank in ranks)} tensors")
     result: list[list[torch.Tensor] | None] = []
@@ -259,7 +259,7 @@ def _length_on(size: ShardSize, mesh: Mesh, rank: int) -> int:
 
 
 def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -> dict[int, torch.Tensor]:
-    """Pieces of a tensor, by rank; a pending one is split into random terms."""
+    """Return the pieces of a tensor, by rank; a pending one is split into random terms."""
     pieces = {r: piece(whole, state, mesh, r) for r in range(mesh.n_devices)}
     if PENDING in state and whole.is_floating_point():
         generator = torch.Generator().manual_seed(rng.randrange(2**31))

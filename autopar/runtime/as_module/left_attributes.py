@@ -87,8 +87,8 @@ def refuse_left(captured: Captured, path: str, name: str) -> None:
 
     Args:
         captured: has what forward sets.
-        path: of the module that is asked for it.
-        name: of the attribute.
+        path: the path of the module that is asked for it.
+        name: the name of the attribute.
 
     Raises:
         RunError: it is one.

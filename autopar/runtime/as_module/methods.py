@@ -129,7 +129,7 @@ def _check_leaves(shown: str, leaves: Collection[Any], of_the_model: Collection[
 
 
 def _leads_to(tensor: torch.Tensor, leaves: Collection[int]) -> bool:
-    """Return whether a gradient of a tensor would come to one of these leaves."""
+    """Return whether a gradient of a tensor would come to one of `leaves`."""
     to_do, seen = [tensor.grad_fn], set[Any]()
     while to_do:
         node = to_do.pop()

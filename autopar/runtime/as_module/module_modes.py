@@ -58,7 +58,7 @@ class Modes:
 
 @contextlib.contextmanager
 def in_modes(model: torch.nn.Module, training: Collection[str]) -> Iterator[None]:
-    """Put the modules of a model into these modes in this scope."""
+    """Put the modules named in `training` into training mode in this scope, all others into eval mode."""
     now = [(module, module.training) for module in model.modules()]
     try:
         for path, module in model.named_modules():

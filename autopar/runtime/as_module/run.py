@@ -47,11 +47,11 @@ class ParallelRun:
         module, kind: the user's, and its class.
         captured: what the program that runs now was captured as.
         trained: the modules that train in it.
-        programs: the others (:class:`~autopar.runtime.variants.program_cache.Programs`); None where there are none.
+        programs: the others (:class:`~autopar.runtime.variants.program_cache.Programs`); None if there are none.
         world: the process group of all ranks in which it was made; None on one device, which needs none.
         failures: those of its steps, on the ranks that run it together; None on one device.
-        leads: of a pipeline, whether this rank is the first of its group; None where every rank has a part of all.
-        compiled_as: with which options a ``torch.compile`` around a call compiled the programs.
+        leads: for a pipeline, whether this rank is the first of its group; None if every rank has a part of all.
+        compiled_as: the options with which a ``torch.compile`` around a call compiled the programs.
         statistics_anew, statistics_staying: batch norms whose momentum is None, and those whose momentum is 0.
     """
 
@@ -168,7 +168,7 @@ class ParallelRun:
         """Make it, of what the program that runs now was captured from.
 
         Args:
-            sides: of random branches (:func:`~autopar.capture.evaluation.evaluated`).
+            sides: the sides of random branches (:func:`~autopar.capture.evaluation.evaluated`).
         """
         raise NotImplementedError
 
@@ -266,7 +266,7 @@ class ParallelRun:
         return at_first if self.runs_in(at_first) else self.modes.training
 
     def have_evaluation(self) -> bool:
-        """Prepare the program of eval mode next to that of training; return False where it is another graph.
+        """Prepare the program of eval mode next to that of training; return False if it is another graph.
 
         Raises:
             RunError: it is, and calls are not followed.

@@ -111,7 +111,7 @@ class UserModule:
             each.module.__dict__.update(each.stored)
 
     def restore(self) -> None:
-        """Put them back: the module was not parallelized."""
+        """Put the module's attributes back: the module was not parallelized."""
         for each in self.modules:
             each.module.__dict__.update(each.written)
 
@@ -179,7 +179,7 @@ class UserModule:
 
         Args:
             values: whole values by name; parameters that have none have their shapes only.
-            requires_grad: of parameters; by default as when it was parallelized.
+            requires_grad: whether parameters want gradients; by default as when it was parallelized.
             captures: it is captured, so attributes that its forward sets are as when it was parallelized.
 
         Raises:

@@ -33,7 +33,7 @@ from autopar.words.graph import Node
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State
 from autopar.words.shards import local_shape
-from autopar.words.trees import PyTree, SavedContext
+from autopar.words.trees import Context, PyTree
 
 Shape = tuple[int, ...]
 
@@ -47,12 +47,12 @@ class _Piece(torch.autograd.Function):
     """This rank's slice of the caller's tensor; the caller's gets the slices' gradients put together."""
 
     @staticmethod
-    def forward(ctx: SavedContext, whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: Context, whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
         ctx.state, ctx.device_mesh, ctx.shape = state, device_mesh, whole.shape
         return local_shard(whole, state, device_mesh).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: SavedContext, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         return joined(grad, ctx.state, ctx.shape, ctx.device_mesh), None, None
 
 
@@ -100,7 +100,7 @@ def local_part(
 
 
 def part_shape(slot: Slot, device_mesh: DeviceMesh, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of this rank's part of an input."""
+    """Return the shape of this rank's part of an input."""
     return local_shape(slot.shape, slot.state, mesh, coordinate_of(device_mesh))
 
 
@@ -221,7 +221,7 @@ class Batch:
     def call(
         self, tensors: Mapping[str, torch.Tensor], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        """Return a call of one microbatch with these tensors; everything else is as in the call of the batch."""
+        """Return a call of one microbatch with `tensors`; everything else is as in the call of the batch."""
         leaves = flatten_call(self.captured, self.signature, args, kwargs)
         named = [None if n is None else self.captured.graph.nodes[n].target for n in self.captured.inputs]
         cut = [leaf if name is None else tensors[name] for name, leaf in zip(named, leaves, strict=True)]
@@ -259,7 +259,7 @@ class Batch:
                 raise RunError(NOT_PLANNED.format(name=self.shown[name]))
 
     def check_one(self, tensors: Mapping[str, torch.Tensor], parts: int) -> None:
-        """Refuse the batch of a step of so many microbatches where one of these is run.
+        """Refuse the batch of a step of `parts` microbatches if the program is for one of them.
 
         Raises:
             RunError: with both numbers of rows, and the calls that take them.

@@ -21,7 +21,7 @@ def flatten_call(
     """List the leaves of a call, in the order of the captured one.
 
     Args:
-        signature: of the model's forward; by it keywords may stand for positions.
+        signature: the signature of the model's forward; by it keywords may stand for positions.
 
     Raises:
         RunError: the call has another structure.
@@ -40,7 +40,7 @@ def flatten_call(
 def leaves_of(
     captured: Captured, signature: inspect.Signature, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> list[Any] | None:
-    """List the leaves as :func:`flatten_call` does; None where the call has another structure."""
+    """List the leaves as :func:`flatten_call` does; None if the call has another structure."""
     spec = captured.in_spec
     leaves, have = pytree.tree_flatten((args, dict(kwargs)))
     if have == spec:

@@ -31,13 +31,13 @@ from autopar.runtime.ranks.agree import mesh_group
 from autopar.runtime.ranks.groups import groups_on
 from autopar.torch_private import pytree
 from autopar.words.placements import State, shard
-from autopar.words.trees import PyTree, SavedContext
+from autopar.words.trees import Context, PyTree
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def rows_in(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], without: Collection[str] = ()) -> int | None:
-    """Rows of a call; None of one with DTensors, or in which nothing has rows.
+    """Return the rows of a call; None of one with DTensors, or in which nothing has rows.
 
     Args:
         without: inputs without rows, by name.
@@ -55,8 +55,8 @@ class RowsOfRanks:
     Attributes:
         ranks: how many parts it has.
         place: which of them this rank's is.
-        exchange: tells before each call how many rows each rank has; None where all have equally many.
-        counts: rows of each part in the last call, where they were not equally many.
+        exchange: tells before each call how many rows each rank has; None if all have equally many.
+        counts: rows of each part in the last call, if they were not equally many.
         without: inputs without rows, by name (:func:`~autopar.capture.microbatches.leaves_of_call`).
     """
 
@@ -77,7 +77,7 @@ class RowsOfRanks:
     ) -> list[int] | None:
         """Return each rank's number of rows if they are unequal.
 
-        None where they are equal, or where the call has DTensors or nothing with rows. All ranks call it before each
+        None if they are equal, or where the call has DTensors or nothing with rows. All ranks call it before each
         call.
         """
         self.counts = None
@@ -90,7 +90,7 @@ class RowsOfRanks:
     def sampler(
         self, dataset: Dataset[Any], shuffle: bool, seed: int, drop_last: bool, together: int = 1
     ) -> RowSampler:
-        """Draws the rows of a data set that this rank loads."""
+        """Make a sampler that draws the rows of a data set that this rank loads."""
         return RowSampler(
             dataset, self.ranks, self.place, shuffle=shuffle, seed=seed, drop_last=drop_last, together=together
         )
@@ -103,7 +103,7 @@ class LocalBatch(RowsOfRanks):
         """Initialize the object; all ranks of the module call it.
 
         Args:
-            device_mesh: of these ranks.
+            device_mesh: the mesh of the module's ranks.
         """
         ranks = [int(rank) for rank in device_mesh.mesh.flatten()]
         super().__init__(len(ranks), ranks.index(dist.get_rank()), ranks)
@@ -113,7 +113,7 @@ class LocalBatch(RowsOfRanks):
     def put_together(
         self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], logs: Sequence[CollectiveLog]
     ) -> Call | None:
-        """Return the call with all rows of all ranks if their numbers are unequal; None where they are equal.
+        """Return the call with all rows of all ranks if their numbers are unequal; None if they are equal.
 
         All ranks call it before each call that is not of DTensors.
 
@@ -190,7 +190,7 @@ class _LocalBatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: SavedContext, value: torch.Tensor, state: State, shape: tuple[int, ...], local_batch: LocalBatch
+        ctx: Context, value: torch.Tensor, state: State, shape: tuple[int, ...], local_batch: LocalBatch
     ) -> torch.Tensor:  # fmt: skip
         ctx.state, ctx.shape, ctx.local_batch = state, shape, local_batch
         whole = as_dtensor(value, state, shape, local_batch.device_mesh)
@@ -198,7 +198,7 @@ class _LocalBatch(torch.autograd.Function):
         return rows.clone() if rows is value or rows._base is not None else rows
 
     @staticmethod
-    def backward(ctx: SavedContext, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         local_batch = ctx.local_batch
         rows = grad.contiguous() / local_batch.ranks
         whole = as_dtensor(rows, local_batch.state, ctx.shape, local_batch.device_mesh)

@@ -63,7 +63,7 @@ class RowsInStages(RowsOfRanks):
     def put_together(
         self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], logs: Sequence[CollectiveLog], everyone: Any
     ) -> Call | None:
-        """Return the call with the rows of the whole batch if its parts are unequal; None where they are equal.
+        """Return the call with the rows of the whole batch if its parts are unequal; None if they are equal.
 
         All ranks call it before each step.
 
@@ -129,8 +129,8 @@ class RowsInStages(RowsOfRanks):
         """Return an input of a microbatch as the whole of which this rank has its rows; one without rows unchanged.
 
         Args:
-            shape: of the whole.
-            device_mesh: of the stage that reads it.
+            shape: the shape of the whole tensor.
+            device_mesh: the mesh of the stage that reads it.
 
         Raises:
             RunError: it has neither this shape nor this rank's part of it.

@@ -24,7 +24,7 @@ from autopar.torch_private import (
     pytree,
 )
 from autopar.words.placements import REPLICATED, State
-from autopar.words.trees import PyTree, SavedContext
+from autopar.words.trees import Context, PyTree
 
 IN_SHARDS = (
     "this output is in pieces on the ranks, so all ranks must read it, at the same place in the program; read it on "
@@ -53,7 +53,7 @@ class CollectiveLog:
         say_at_exit()
         self.count = 0
         self.exchanges = 0
-        """Of numbers of rows (:mod:`.uneven_rows`), to which this rank has come."""
+        """The exchanges of numbers of rows (:mod:`.uneven_rows`), to which this rank has come."""
         self.broken_off: Callable[[], str] = str
         """What is known of a rank that has broken off a step of the module, and so comes to no meeting; or empty."""
         self.read: deque[str] = deque(maxlen=4)  # an accelerator's collectives let a rank run ahead of one reading
@@ -172,11 +172,11 @@ class Unread(torch.Tensor):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: SavedContext, unread: Unread) -> torch.Tensor:
+    def forward(ctx: Context, unread: Unread) -> torch.Tensor:
         return joined(unread._local, unread._state, unread.shape, unread._mesh).clone()
 
     @staticmethod
-    def backward(ctx: SavedContext, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return grad
 
 
@@ -184,12 +184,12 @@ class _Pending(torch.autograd.Function):
     """A gradient that is whole on every rank, where ranks' gradients are to be added up: one of them gives it."""
 
     @staticmethod
-    def forward(ctx: SavedContext, x: torch.Tensor, gives: bool) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, gives: bool) -> torch.Tensor:
         ctx.gives = gives
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: SavedContext, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         return grad if ctx.gives else torch.zeros_like(grad), None
 
 
@@ -208,15 +208,15 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: SavedContext, local: torch.Tensor, state: State, shape: Sequence[int], mesh: DeviceMesh,
+        ctx: Context, local: torch.Tensor, state: State, shape: Sequence[int], mesh: DeviceMesh,
         meet: Callable[[], None],
-    ) -> Unread:
+    ) -> Unread:  # fmt: skip
         ctx.state, ctx.device_mesh = state, mesh
         return Unread(local.detach(), state, shape, mesh, meet)
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: SavedContext, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """Convert a replicated gradient to the form that this rank's shard takes."""
         return local_shard(grad, ctx.state, ctx.device_mesh).contiguous(), None, None, None, None
 

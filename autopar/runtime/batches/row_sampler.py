@@ -104,7 +104,7 @@ class RowSampler(DistributedSampler[Any]):
                 yield row
 
     def _given(self) -> int:
-        """Rows of this iteration that this rank's loop has been given.
+        """Return the rows of this iteration that this rank's loop has been given.
 
         Raises:
             RunError: a loader with workers draws in batches of which it is not known how large they are.

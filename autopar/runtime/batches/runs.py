@@ -33,8 +33,8 @@ class Run:
 
     Attributes:
         call: with the rows of all of them.
-        share: of the loss of each in that of the batch.
-        cut: of each leaf of the call, whether it has rows.
+        share: the weight of each microbatch's loss in that of the batch.
+        cut: for each leaf of the call, whether it has rows.
     """
 
     call: ModuleCall
@@ -50,7 +50,7 @@ class Run:
 
 
 def sizes(rows: int, most: int) -> list[tuple[int, int]]:
-    """Numbers of microbatches and the rows of each, for all rows of a batch; none has more than ``most``."""
+    """Return the numbers of microbatches and the rows of each, for all rows of a batch; none has more than ``most``."""
     count = -(-rows // most)
     if rows <= most or rows % count == 0:
         return [(max(count, 1), rows // max(count, 1))]
@@ -69,7 +69,7 @@ def runs(
             batch as well; in a call of another structure, what has as many rows as the first tensor that has a dim. The
             rest goes into every microbatch.
         planned: microbatches of a step for which the plan is.
-        ranks: that each have rows of their own, of which the call has one's.
+        ranks: the ranks that each have rows of their own, of which the call has one's.
         most: rows of a microbatch at most; None for those of ``captured``.
 
     Raises:
@@ -105,7 +105,7 @@ def runs(
 
 
 def rows_of_microbatch(captured: Captured) -> int:
-    """Rows of the microbatch that was captured: the first dim of the first input that has one."""
+    """Return the rows of the microbatch that was captured: the first dim of the first input that has one."""
     whole = no_rows_in(captured)
     shapes = (
         captured.graph.nodes[number].out.shape for number, name in zip(captured.inputs, names_of(captured), strict=True)

@@ -69,7 +69,7 @@ def compare(everyone: Sequence[Values], reader: Reader) -> None:
     """Raise if ranks were called differently, or hold other copies; given what each has, in their order.
 
     Args:
-        reader: of a parameter's name: the number of the operator that reads it first, and where that stands.
+        reader: gives for a parameter's name the number of the operator that reads it first, and where that stands.
 
     Raises:
         RunError: it says which ranks, and what to do.
@@ -109,11 +109,9 @@ def _tell_of_equal_pieces(everyone: Sequence[Sequence[Sample]]) -> None:
         return
     shown, name, shape, *_ = in_shards[0][0]
     warnings.warn(
-        f"input {shown} of shape {shape} has the same values on all {len(everyone)} ranks, and is taken for a piece "
-        f"that each rank has of its own, because placements= places '{name}' and pieces have this shape. If it is a "
-        "whole batch, shorter than the captured one, parallelize without placements= of it (batches of other sizes "
-        "are then followed), or "
-        "with an example of this size",
+        f"input {shown} of shape {shape} has the same values on all {len(everyone)} ranks. It is taken for each rank's "
+        f"own shard, because placements= shards '{name}' and a shard has this shape. If it is a whole (shorter) batch, "
+        f"call parallelize without placements= for '{name}', or with an example of this size.",
         stacklevel=8,
     )
 
@@ -171,7 +169,7 @@ class Calls:
 
     Args:
         group: the process group of the module's ranks.
-        device_mesh: on which inputs may be slices; None where every rank passes everything.
+        device_mesh: the mesh on which inputs may be slices; None if every rank passes everything.
         alone: there is one rank.
         stages: the meshes on which this rank holds parameters.
         reader: for messages; see :func:`first_readers`.

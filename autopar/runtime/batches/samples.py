@@ -41,7 +41,7 @@ class Outline(NamedTuple):
     Attributes:
         inputs: how messages and pins call each, its shape, and among which ranks it is the same.
         copies: the pieces of parameters.
-        near: of each input and then of each copy, whether there are sums of it, beside the checksum.
+        near: for each input and then for each copy, whether there are sums of it, beside the checksum.
     """
 
     inputs: tuple[tuple[str, str, tuple[int, ...], Any], ...]
@@ -91,7 +91,7 @@ class Seen:
 
         Args:
             shown: what the message calls it; ``name`` is what pins call it.
-            place: of a pipeline whose ranks have rows of their own: which of these this rank has.
+            place: in a pipeline whose ranks have rows of their own, which of these rows this rank has.
         """
         among: tuple[Any, ...] = () if place is None else (LOCAL_BATCH, place)
         if state is not None:

@@ -47,7 +47,7 @@ class TotalsAhead:
         }  # fmt: skip
 
     def of_level(self, level: int) -> list[Ahead]:
-        """List the totals that are computed after so many others."""
+        """List the totals of `level`: those that follow from totals of the levels before."""
         return [each for each in self.totals.ahead if each.level == level]
 
     def terms(self, level: int, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
@@ -136,7 +136,7 @@ def _whole(ahead: Ahead, terms: Sequence[torch.Tensor], shares: Sequence[float],
 
 
 def totals_ahead(captured: Captured, device: torch.device) -> TotalsAhead | None:
-    """Return what computes the inputs of a captured microbatch ahead of it; None where there are none."""
+    """Return what computes the inputs of a captured microbatch ahead of it; None if there are none."""
     if captured.totals is None:
         return None
     nodes = {node.name: node for _, node in captured.graph.of_kind("input")}

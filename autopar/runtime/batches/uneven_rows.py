@@ -2,7 +2,7 @@
 
 Every rank tells the others before a call how many rows it has, in an exchange of a few numbers between processors. As
 long as all have equally many, rows go in as they lie (:mod:`.local_batch`). Else the batch is put together: every rank
-gets all rows and calls the program of so many, and what the call gives is cut where each rank's rows are.
+gets all rows and calls the program for their number, and what the call gives is cut where each rank's rows are.
 
 A loss inside the model is that of the whole batch, as always. One that a script computes of its own rows counts by
 their part of the batch, so that a mean over rows is the mean over all of them; with equally many that is the mean over
@@ -28,7 +28,7 @@ from autopar.runtime.parameters.state import as_dtensor, torch_placements
 from autopar.runtime.ranks.groups import Groups, Wanted, backends, groups_for
 from autopar.torch_private import pytree
 from autopar.words.placements import State
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 QUIET_SECONDS = 1.0
@@ -43,7 +43,7 @@ class Exchange:
 
         Args:
             ranks: in the order of the mesh, which is that of their rows.
-            groups: of these ranks, for the CPU.
+            groups: the groups of `ranks`, for the CPU.
         """
         in_order = tuple(sorted(ranks))
         groups.make([Wanted(in_order)])
@@ -55,7 +55,7 @@ class Exchange:
 
     @staticmethod
     def of(ranks: Sequence[int]) -> Exchange | None:
-        """Return the exchange of some ranks, in the order of their mesh; None where the world has no CPU backend."""
+        """Return the exchange of some ranks, in the order of their mesh; None if the world has no CPU backend."""
         groups = groups_for(torch.device("cpu"), ranks)
         return Exchange(ranks, groups) if "cpu" in backends() and groups.possible else None
 
@@ -63,7 +63,7 @@ class Exchange:
         """Return the pair of numbers of every rank, in the order of the mesh.
 
         Args:
-            logs: in which a rank that waits for this one elsewhere looks where it is.
+            logs: the logs in which a rank that waits for this one elsewhere looks where it is.
         """
         self.calls += 1
         for log in logs:
@@ -104,9 +104,9 @@ def put_together(
     """Return the call with the rows of all ranks, one rank's after the other's: plain tensors, equal on every rank.
 
     Args:
-        of_all: rows of every rank of ``exchange``; tensors with so many on every rank have rows.
+        of_all: rows of every rank of ``exchange``; tensors with that number of rows on every rank have rows.
         counts: rows of each part of the batch; ``place`` is which of them this rank has.
-        group: of all ranks, for the tensors' device; ``order`` says which of them has each part.
+        group: the group of all ranks, for the tensors' device; ``order`` says which of them has each part.
         without: inputs without rows, by name.
 
     Raises:
@@ -152,7 +152,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: SavedContext, mine: torch.Tensor, counts: Sequence[int], place: int, group: dist.ProcessGroup | None,
+        ctx: Context, mine: torch.Tensor, counts: Sequence[int], place: int, group: dist.ProcessGroup | None,
         order: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
         """Concatenate the rows of all ranks from this rank's."""
@@ -167,7 +167,7 @@ class _Together(torch.autograd.Function):
         return torch.cat([by_rank[i, :n] for i, n in zip(order, counts, strict=True)])
 
     @staticmethod
-    def backward(ctx: SavedContext, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """Return the part of the gradient for this rank's rows."""
         return grad.narrow(0, ctx.start, ctx.rows), None, None, None, None
 
@@ -177,7 +177,7 @@ class OwnOfUneven(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: SavedContext, value: torch.Tensor, state: State, shape: tuple[int, ...], device_mesh: DeviceMesh,
+        ctx: Context, value: torch.Tensor, state: State, shape: tuple[int, ...], device_mesh: DeviceMesh,
         counts: Sequence[int], place: int,
     ) -> torch.Tensor:  # fmt: skip
         """Return this rank's rows of the whole."""
@@ -187,7 +187,7 @@ class OwnOfUneven(torch.autograd.Function):
         return whole.narrow(0, ctx.start, ctx.rows).clone()
 
     @staticmethod
-    def backward(ctx: SavedContext, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """Place the gradient of this rank's rows in the whole's, scaled by its share."""
         placed = grad.new_zeros(ctx.shape)
         placed.narrow(0, ctx.start, ctx.rows).copy_(grad * ctx.share)

@@ -37,7 +37,7 @@ class Ownership:
     """A folder in which this process saves.
 
     Attributes:
-        file: that is locked; None where the file system has no locks.
+        file: the file that is locked; None if the file system has no locks.
         busy: names of folders in it that are being written.
         holders: the checkpoints that hold it.
     """

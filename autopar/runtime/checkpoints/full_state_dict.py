@@ -154,7 +154,7 @@ def in_state_dict(pm: ParallelRun) -> dict[str, torch.Tensor]:
 
 
 def specs_of(pm: ParallelRun, stored: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> Specs:
-    """Shape, dtype and the first name of everything in the state dict, on any rank."""
+    """Return the shape, dtype and the first name of everything in the state dict, on any rank."""
     firsts: dict[int, str] = {}
     specs = {n: (tuple(t.shape), t.dtype, firsts.setdefault(id(t), n)) for n, t in stored.items()}
     if pm.leads is None:
@@ -177,7 +177,7 @@ def by_source(specs: Specs) -> dict[str, list[str]]:
 
 
 def misfit(specs: Specs, state: Mapping[str, Any], strict: bool, where: str = "the state dict") -> str | None:
-    """Say how a state dict, or another mapping of shapes by name, does not fit a model; None where it fits."""
+    """Say how a state dict, or another mapping of shapes by name, does not fit a model; None if it fits."""
     given = {specs[name][2] for name in state if name in specs}
     missing = [name for name, (_, _, source) in specs.items() if name not in state and source not in given]
     unexpected = [name for name in state if name not in specs and name != EXTRA]

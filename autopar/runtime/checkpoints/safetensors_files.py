@@ -74,7 +74,7 @@ class StoredTensor:
             target.narrow(0, at, count).copy_(part)
 
     def _values(self, first: int, count: int) -> torch.Tensor:
-        """Elements in a row, as bytes."""
+        """Return the elements in a row, as bytes."""
         data = torch.empty(count * self.dtype.itemsize, dtype=torch.uint8)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start + first * self.dtype.itemsize)

@@ -29,7 +29,7 @@ from autopar.runtime.ranks.agree import everywhere
 from autopar.words.texts import parse_bytes
 
 SHARD_SIZE = "5GB"
-"""Of a file, if the tensors of a model are more; as ``save_pretrained`` does."""
+"""The size of a file, if the tensors of a model are more; as ``save_pretrained`` does."""
 
 
 @on_all_ranks

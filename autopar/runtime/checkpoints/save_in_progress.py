@@ -116,7 +116,7 @@ class Saving:
         raise AssertionError("looks have no end")
 
     def start(self) -> None:
-        """Write it in a thread, for which the interpreter waits before it ends."""
+        """Write the save in a thread, for which the interpreter waits before it ends."""
         if os.getpid() not in _at_exit:
             _at_exit.add(os.getpid())
             Finalize(None, _tell_lost, exitpriority=100)
@@ -184,7 +184,7 @@ def _tell_lost() -> None:
 
 
 def size_of(state: Any) -> int:
-    """Bytes of this rank's tensors in a state."""
+    """Return the bytes of this rank's tensors in a state."""
     if isinstance(state, Mapping):
         return sum(size_of(value) for value in state.values())
     return state.to_local().nbytes if isinstance(state, DTensor) else getattr(state, "nbytes", 0)

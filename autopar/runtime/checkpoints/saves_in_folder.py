@@ -48,9 +48,9 @@ class Manifest:
     Attributes:
         ranks: how many have written.
         others: names of what was saved beside model and optimizer.
-        optimizer: whether there was one; None where that was not written down.
-        sums: of all other files; None where there are none.
-        order: which save of its folder it is, as they were written; 0 where that was not written down.
+        optimizer: whether there was one; None if that was not written down.
+        sums: checksums of all other files; None if there are none.
+        order: which save of its folder it is, as they were written; 0 if that was not written down.
     """
 
     step: int
@@ -178,7 +178,7 @@ def saves_in(folder: Path) -> dict[int, Path]:
 
 
 def _order(folder: Path) -> int | None:
-    """Return the order number of a save in its folder; None where it cannot be read."""
+    """Return the order number of a save in its folder; None if it cannot be read."""
     try:
         table = parse_json(read_text(folder / MANIFEST))
         checksum = table.pop("checksum", None)
@@ -195,7 +195,7 @@ def next_order(folder: Path) -> int:
 
 
 def _when(folder: Path) -> float:
-    """Return when a save was completed; 0 where it is gone by now."""
+    """Return when a save was completed; 0 if it is gone by now."""
     try:
         return (folder / MANIFEST).stat().st_mtime
     except OSError:
@@ -209,7 +209,7 @@ def newest_folder(folder: Path) -> int | None:
 
 
 def which(folder: Path, step: int | None) -> tuple[int, Path] | None:
-    """Return the save of a step, by default the newest; None where there is none at all.
+    """Return the save of a step, by default the newest; None if there is none at all.
 
     Raises:
         RunError: there is no such save, or it is not whole.
@@ -270,7 +270,7 @@ def remove_old(folder: Path, keep: int | None, number: str) -> None:
 def remove_left(folder: Path, owner: Ownership, number: str) -> None:
     """Remove what broken saves left, and give those their names that lack nothing else.
 
-    Nothing is removed where it is not sure that nobody writes it.
+    Nothing is removed if it is not sure that nobody writes it.
     """
     if not owner.proves:
         return

@@ -95,7 +95,7 @@ def _dtensors(value: PyTree) -> Iterator[DTensor]:
 
 
 def _whole(value: PyTree, keep: bool) -> PyTree:
-    """Return a state with plain tensors; without them where it is not kept."""
+    """Return a state with plain tensors; without them if it is not kept."""
     if isinstance(value, ParallelModule):
         return full_state_dict(value)
     if isinstance(value, DTensor):

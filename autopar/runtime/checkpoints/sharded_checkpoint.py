@@ -72,7 +72,7 @@ SHOWN = 6
 """Differences between a save and a model that a message shows."""
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _COPIES = StagingOptions(False, False, False, False)
-"""Of values that are written while the run goes on: on the CPU, made at once."""
+"""Options for copies of values that are written while the run goes on: on the CPU, made at once."""
 _OF_PARAMETERS = frozenset({"params", "param_names"})
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _saves = 0
@@ -92,7 +92,7 @@ class Checkpoint:
     Args:
         folder: made if it is not there.
         model: a parallel module, a pipeline, or any module of one process.
-        optimizer: of the model's parameters; saved by their names.
+        optimizer: the optimizer of the model's parameters; saved by their names.
         keep: how many saves stay, those that were written last; None for all.
         others: what else has ``state_dict()`` and ``load_state_dict()``: a scheduler, a GradScaler, a data loader that
             knows its position. Each rank saves its own.
@@ -181,7 +181,7 @@ class Checkpoint:
         """Return what this rank writes; its own file is written first.
 
         Args:
-            copied: of copies, since the run goes on.
+            copied: write copies of the tensors, since the run goes on.
         """
         sums: dict[str, Sum] = {}
         self.room = size_of(state := self._state()), shutil.disk_usage(unnamed).free
@@ -304,7 +304,7 @@ class Checkpoint:
         """Restore model, optimizer and all else from a save; on any number of ranks.
 
         Args:
-            step: of which save; by default the one that was written last.
+            step: the step of the save; by default the one that was written last.
             strict: tensors that only the save has, or only the model or the optimizer, are an error. Else those that
                 both have are loaded.
 
@@ -508,7 +508,7 @@ class Checkpoint:
         )
 
     def _together(self, what: str) -> contextlib.AbstractContextManager[Any]:
-        """Around what all ranks call: where only some do, and others go on, all of them hear it within seconds."""
+        """Enclose what all ranks call: where only some do, and others go on, all of them hear it within seconds."""
         if isinstance(self.model, ParallelModule):
             return self.model._autopar.all_call(what)
         return contextlib.nullcontext()
@@ -562,7 +562,7 @@ def _unlike(
     kind: str, things: str, ours: Mapping[str, Any], there: Mapping[str, tuple[int, ...] | None],
     missing: Sequence[str], unexpected: Sequence[str],
 ) -> str:  # fmt: skip
-    """Say in what a save is of another model or optimizer than this one; empty where it is of this one."""
+    """Say in what a save is of another model or optimizer than this one; empty if it is of this one."""
     problems = []
     if missing:
         problems.append(f"{len(missing)} of {len(ours)} {things} are not among its {len(there)}: {first_few(missing)}")

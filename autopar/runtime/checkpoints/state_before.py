@@ -45,7 +45,7 @@ class StateBefore:
 
     @torch.no_grad()
     def put_back(self) -> str:
-        """Restore all of them as they were.
+        """Restore model, optimizer, generators and all else as they were.
 
         Returns:
             What of them could not take back its own state, in words; else empty.

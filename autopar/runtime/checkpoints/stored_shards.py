@@ -95,7 +95,7 @@ def without_torchs_sums() -> contextlib.AbstractContextManager[Any]:
 
 
 class _SummedFiles(FileSystem):
-    """New files are summed up."""
+    """A file system that computes a checksum of every file it writes."""
 
     def __init__(self, sums: dict[str, Sum]) -> None:
         self.sums = sums
@@ -111,8 +111,8 @@ class ShardsToWrite:
     """This rank's part of a state, which is to be written.
 
     Attributes:
-        sums: of the files that this rank has written, by name.
-        size: of this rank's tensors, in bytes.
+        sums: checksums of the files that this rank has written, by name.
+        size: bytes of this rank's tensors.
     """
 
     def __init__(self, folder: Path, state: dict[str, Any], first: bool, sums: dict[str, Sum], copied: bool) -> None:
@@ -155,7 +155,7 @@ class ShardsToWrite:
 
 
 Row = tuple[str, list[int] | None, int | None, int, str, int, int]
-"""Of one piece: its name, offset and number, its bytes, and the file, place and length that it has."""
+"""One piece: its name, offset and number, its bytes, and the file, place and length that it has."""
 
 
 def results_as_rows(results: Iterable[WriteResult]) -> list[Row]:

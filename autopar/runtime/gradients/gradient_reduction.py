@@ -32,7 +32,7 @@ ALONE_BYTES = 1 << 20
 
 
 def bucket_bytes(total: int) -> int:
-    """Size of a bucket: small models get several, so that the first can travel before the last is full."""
+    """Return the size of a bucket: small models get several, so that the first can travel before the last is full."""
     return max(ALONE_BYTES, min(BUCKET_BYTES, total // 8))
 
 

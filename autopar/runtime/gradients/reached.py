@@ -15,13 +15,13 @@ from autopar.words.graph import Graph, Node, Ref, part_for
 Reached = frozenset[str]
 """Tensors by their names in plans, and parameters by their own."""
 ReachedBy = Callable[[torch.Tensor], Reached]
-"""Of the seed of a forward: what the gradient of the loss reaches in it."""
+"""Gives for the seed of a forward what the gradient of the loss reaches in it."""
 
 
 def reached_by(graph: Graph, device: torch.device) -> ReachedBy | None:
     """Return a function from the seed of a training forward to what the gradient of the loss reaches in it.
 
-    None where it is the same in all forwards, because the graph has no branches on random numbers.
+    None if it is the same in all forwards, because the graph has no branches on random numbers.
     """
     conditions = tuple(dict.fromkeys(node.refs[0] for node in graph.nodes if is_open(node)))
     if not conditions or graph.loss is None:

@@ -21,7 +21,7 @@ from autopar.runtime.gradients.taking_part import InStep, Took
 from autopar.runtime.parameters.prefetch import GatherOrder
 from autopar.runtime.parameters.state import HeldParam, give
 from autopar.torch_private import autograd_engine, current_backward
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 
 class TrainedParams:
@@ -45,7 +45,7 @@ class TrainedParams:
                 self.token = _Parameters.apply(self, *(param for _, param in self.pairs))
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Let autograd add these gradients, one for each parameter, in the running backward."""
+        """Let autograd add `grads`, one for each parameter, in the running backward."""
         task = current_backward()
         before = self.waiting if task == self.task else [None] * len(grads)  # what an interrupted one left is void
         self.task = task
@@ -60,7 +60,7 @@ class TrainedParams:
         return grads if self.task == current_backward() else self.waiting
 
     def silence(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Keep autograd from calling hooks of these parameters until the backward ends.
+        """Keep autograd from calling hooks of `params` until the backward ends.
 
         They have no gradient, and eager mode would not reach them; here autograd reaches all parameters.
         """
@@ -73,7 +73,7 @@ class TrainedParams:
             autograd_engine.queue_callback(self.speak)
 
     def speak(self) -> None:
-        """Hooks are called again, also after a backward that broke."""
+        """Call hooks again, also after a backward that broke."""
         hooks, self.silent = self.silent, []
         for called, those in hooks:
             called.update({**those, **called})
@@ -81,14 +81,14 @@ class TrainedParams:
 
 class _Parameters(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: SavedContext, trained: TrainedParams, *_: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, trained: TrainedParams, *_: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.trained = trained
         return torch.empty(0)
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: SavedContext, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         trained: TrainedParams = ctx.trained
         grads = trained.take()
         trained.silence([param for (_, param), g in zip(trained.pairs, grads, strict=True) if g is None])
@@ -102,7 +102,7 @@ class Gradients:
         clean: nothing is left of an earlier backward.
         defer: more microbatches of this step follow, so what need not be reduced yet is not.
         accumulating: earlier microbatches of this step have left gradients.
-        took: what took part in the last forward; None where all parameters always do.
+        took: what took part in the last forward; None if all parameters always do.
         in_step: what took part in the forwards whose gradients are added up.
     """
 
@@ -181,7 +181,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def reducing(self, *, last: bool, by_hand: bool = False) -> Iterator[None]:
-        """Around a backward of one microbatch: gradients add up, and the last one is followed by their reduction.
+        """Enclose a backward of one microbatch: gradients add up, and the last one is followed by their reduction.
 
         ``by_hand`` says that gradients are set without autograd's hooks.
         """

@@ -19,7 +19,7 @@ class Took:
     """The parts of one call: a copy of the buffers, which the next call overwrites.
 
     Args:
-        parts: of the program that was called.
+        parts: the parts of the program that was called.
         flags: bool [n], those of all its buffers; on an accelerator a copy in the host's memory that is on its way.
         arrived: the event after which it is there.
     """
@@ -29,12 +29,12 @@ class Took:
 
     @property
     def conditional(self) -> frozenset[str]:
-        """The parameters that may not take part in a call."""
+        """The parameters that some calls do not use."""
         return frozenset(self._parts.elements)
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The parameters that took part, of those that may not."""
+        """The parameters that this call used, of those that some calls do not use."""
         if self._arrived is not None:
             self._arrived.synchronize()  # the forward is over by the time its backward hands gradients over
         up = self._flags.tolist()  # on the host
@@ -42,7 +42,7 @@ class Took:
 
 
 class TakingPart:
-    """The parameters of a program that may not take part in a call.
+    """The parameters of a program that some calls do not use.
 
     Attributes:
         elements: for each of them the flags, in the row of all buffers, one of which is up where it does.
@@ -62,7 +62,7 @@ class TakingPart:
                 begins += node.out.n_elements
 
     def always(self, names: Iterable[str]) -> None:
-        """Let these parameters always take part from now on."""
+        """Let the parameters `names` always take part from now on."""
         for name in names:
             self.elements.pop(name, None)
 
@@ -92,7 +92,7 @@ class InStep:
             self._calls[id(took)] = took
 
     def idle(self) -> frozenset[str]:
-        """Return the parameters that took part in none of the forwards, and forget these."""
+        """Return the parameters that took part in none of the forwards, and forget the forwards."""
         calls = list(self._calls.values())
         self.forget()
         conditional: frozenset[str] = frozenset().union(*(took.conditional for took in calls))
@@ -104,7 +104,7 @@ class InStep:
 
 
 def told_elsewhere(graphs: Sequence[Graph]) -> list[str]:
-    """Parameters of the stages of a pipeline whose part another stage than their own knows, or one of several.
+    """Return parameters of the stages of a pipeline whose part another stage than their own knows, or one of several.
 
     They are taken to have a part in every step, which a warning says.
     """

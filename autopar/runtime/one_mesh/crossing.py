@@ -23,7 +23,7 @@ from autopar.runtime.gradients.taking_part import Took
 from autopar.runtime.parameters.mixed import whole
 from autopar.runtime.parameters.state import HeldParam
 from autopar.torch_private import autograd_engine, functorch_is_active, keeps_graph, reached
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 _ENGINE: Any = autograd_engine
 Run = Callable[[Mapping[str, torch.Tensor]], tuple[Any, ...]]
@@ -75,7 +75,7 @@ class _Call:
     def backward(
         self, grads: Sequence[torch.Tensor | None], keep: bool, wanted: Sequence[HeldParam] | None
     ) -> tuple[list[torch.Tensor | None], bool]:
-        """Gradients of the inputs that want one, and whether autograd is to add gradients of stored parameters.
+        """Return gradients of the inputs that want one, and whether autograd is to add gradients of stored parameters.
 
         Args:
             wanted: the parameters that gradients are asked of; None for an ordinary backward.
@@ -117,7 +117,7 @@ class _Call:
 
 class _Crossing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: SavedContext, call: _Call, probe: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Context, call: _Call, probe: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
         outputs = call.forward()
@@ -129,7 +129,7 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable  # where the caller compiles a function with the backward in it
-    def backward(ctx: SavedContext, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RunError(TWICE)
         call: _Call = ctx.call

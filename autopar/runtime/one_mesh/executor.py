@@ -126,7 +126,7 @@ class MeshRun(ParallelRun):
             self.meeting = CollectiveLog([int(r) for r in self.device_mesh.mesh.flatten()])
 
     def shards_of(self, stage: Stage) -> dict[str, tuple[int, ...]]:
-        """Shapes of this rank's pieces of the inputs whose placement was asked for, where they are cut."""
+        """Return the shapes of this rank's pieces of the inputs whose placement was asked for, where they are cut."""
         pinned = [name for name in self.given.pins.inputs if name in stage.inputs]
         return {name: stage.part_shape(name) for name in pinned if stage.inputs[name].state.is_cut}
 
@@ -140,7 +140,7 @@ class MeshRun(ParallelRun):
 
     @property
     def totals(self) -> TotalsAhead | None:
-        """What gives the inputs of the program that are computed ahead of a step; None where it has none."""
+        """What gives the inputs of the program that are computed ahead of a step; None if it has none."""
         if self.totals_kept is None:
             self.totals_kept = (totals_ahead(self.captured, self.device),)
         return self.totals_kept[0]
@@ -222,7 +222,7 @@ class MeshRun(ParallelRun):
         return self.buckets.cut(self.run_call(args, kwargs), padding)
 
     def run_call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], of_step: bool = False) -> PyTree:
-        """:meth:`forward` of a call that is of its bucket's shape, where there are buckets.
+        """Run :meth:`forward` of a call that has its bucket's shape, if there are buckets.
 
         Args:
             of_step: it is a microbatch of a step.
@@ -266,11 +266,11 @@ class MeshRun(ParallelRun):
         return self.local_batch.put_together(args, kwargs, logs)
 
     def fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
-        """Around a part of a step: what fails in it on one rank ends the step on all."""
+        """Enclose a part of a step: what fails in it on one rank ends the step on all."""
         return self.failures.during(where) if self.failures is not None else contextlib.nullcontext()
 
     def call_program(self, call: int, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Any, ...]:
-        """Run the program, which takes a call of these shapes."""
+        """Run the program on a call whose shapes it takes."""
         if torch.jit.is_tracing():
             raise RunError(
                 "torch.jit.trace of a parallel module: it computes with this rank's shards and collectives; trace a "
@@ -309,7 +309,7 @@ class MeshRun(ParallelRun):
     def inputs(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], seen: Seen | None
     ) -> dict[str, torch.Tensor]:
-        """Local inputs by name; what ranks are to compare goes into ``seen``."""
+        """Return the local inputs by name; what ranks are to compare goes into ``seen``."""
         stage, batch = self.stage, self.batch
         local_inputs: dict[str, torch.Tensor] = {}
         tensors = batch.tensors(args, kwargs)
@@ -354,7 +354,7 @@ class MeshRun(ParallelRun):
 
     @contextlib.contextmanager
     def all_in_step(self, what: str) -> Iterator[None]:
-        """Around what all ranks do before a step begins, after all have broken off one that failed."""
+        """Enclose what all ranks do before a step begins, after all have broken off one that failed."""
         self.check_world()
         if self.failures is not None:
             self.failures.settle()

@@ -41,10 +41,10 @@ class StepPart:
     """Microbatches of a step that have one shape.
 
     Attributes:
-        call: for whose shapes there is to be a program.
-        share: of the rows of the batch.
-        calls: of the microbatches; None where they are cut from ``call``.
-        places: of the rows of each in the batch, where ranks have rows of their own.
+        call: the call for whose shapes there is to be a program.
+        share: the fraction of the batch's rows.
+        calls: one for each microbatch; None if they are cut from ``call``.
+        places: for each microbatch, where its rows are in the batch; only if ranks have rows of their own.
     """
 
     call: ModuleCall
@@ -113,7 +113,7 @@ def _of_local_batch(pm: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 
 
 def _rows_between(batch: Call, rows: int, begin: int, length: int, without: Collection[str]) -> Call:
-    """Return some of the rows of a batch; what does not have its rows stays as it is."""
+    """Return `length` rows of a batch from `begin` on; inputs without batch rows are unchanged."""
     if length == rows:
         return batch
 
@@ -125,7 +125,7 @@ def _rows_between(batch: Call, rows: int, begin: int, length: int, without: Coll
 
 
 def _uneven(pm: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], count: int | None) -> list[Run] | None:
-    """Return the runs of a batch whose rows do not divide; None where they do, or it cannot be known what has rows."""
+    """Return the runs of a batch whose rows do not divide; None if they do, or it cannot be known what has rows."""
     planned = pm.planned
     try:
         rows = rows_of((args, kwargs), no_rows_in(planned))
@@ -156,7 +156,7 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
     The parameters have their gradients then, or, where it breaks, those that they had.
 
     Args:
-        scale: by which the gradients are multiplied.
+        scale: the scale by which the gradients are multiplied.
 
     Returns:
         The loss of the batch, a tensor of shape [] and of the loss's dtype.
@@ -233,7 +233,7 @@ def _calls_of(pm: Any, part: StepPart, of_several: bool) -> Sequence[Call]:
 
 @contextlib.contextmanager
 def _gradients_stay_where_it_breaks(pm: Any) -> Iterator[None]:
-    """Return a step of several parts that breaks in a later one leaves the gradients as they were."""
+    """Restore the gradients from before a step of several parts if a later part fails."""
     params = list(pm.parameters())
     before = [None if param.grad is None else param.grad.detach().clone() for param in params]
     try:
@@ -253,13 +253,13 @@ def backwards(
 
     Args:
         pm: the module; it runs the program of these calls.
-        calls: of the microbatches.
+        calls: the calls of the model, one for each microbatch.
         weights: by what their losses count in that of the batch.
-        number: of the loss among the model's outputs.
+        number: the number of the loss among the model's outputs.
         of_step: microbatches of the step, of which these may be a part.
         ahead: inputs of each that were computed ahead of the step.
-        scale: by which the gradients are multiplied.
-        places: of the rows of each in the batch of the step.
+        scale: the scale by which the gradients are multiplied.
+        places: for each microbatch, where its rows are in the batch of the step.
 
     Returns:
         What they add to the loss of the batch, a tensor of shape [] and of the loss's dtype.

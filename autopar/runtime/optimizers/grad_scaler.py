@@ -49,7 +49,7 @@ def share_overflows(params: Iterable[torch.nn.Parameter], device: torch.device, 
     """Let every rank of a group have a gradient that is not finite where one of them has.
 
     Args:
-        params: of this rank.
+        params: the parameters of this rank.
 
     Raises:
         RunError: none of them has a gradient, in which another rank's overflow could be seen.

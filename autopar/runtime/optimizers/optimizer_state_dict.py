@@ -35,7 +35,7 @@ def full_optimizer_state_dict(
 
     Args:
         pm: a parallel module, or a pipeline.
-        optimizer: of its parameters; on every rank with as many groups.
+        optimizer: the optimizer of the module's parameters; on every rank with as many groups.
         all_ranks: give it to every rank.
 
     Raises:
@@ -82,9 +82,10 @@ def load_full_optimizer_state_dict(
 
     Args:
         pm: a parallel module, or a pipeline.
-        optimizer: of its parameters, built as in that process: the same groups, in the same order.
-        state: of ``optimizer.state_dict()`` there. On every rank, or on rank 0 alone (None elsewhere), which then sends
-            the state of one parameter after the other.
+        optimizer: the optimizer of the module's parameters, built as in that process: the same groups, in the same
+            order.
+        state: what ``optimizer.state_dict()`` gave there. On every rank, or on rank 0 alone (None elsewhere), which
+            then sends the state of one parameter after the other.
 
     Raises:
         RunError: it has other groups, or a state of another shape; on all ranks alike, and nothing was changed.
@@ -171,7 +172,7 @@ def _groups(pm: ParallelRun, optimizer: torch.optim.Optimizer, group: dist.Proce
 
 
 def _check(state: Mapping[str, Any], whole: Groups) -> None:
-    """Check that a state is of an optimizer with these groups.
+    """Check that a state is of an optimizer with the groups `whole`.
 
     Raises:
         RunError: it is not.

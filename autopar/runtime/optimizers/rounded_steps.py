@@ -53,7 +53,7 @@ class _Kept(NamedTuple):
 _kept: Any = WeakIdKeyDictionary()
 """Parameters under such a policy."""
 _now = threading.local()
-"""Of the group whose step runs in this thread: its number of steps."""
+"""The number of steps of the group whose step runs in this thread."""
 _asked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that keep the policy."""
 _hook: Any = None
@@ -75,12 +75,12 @@ def keep(param: torch.nn.Parameter, name: str, policy: Precision) -> None:
 
 
 def kept_apart(params: Sequence[torch.Tensor]) -> bool:
-    """Check whether :func:`step` handles a step on these parameters."""
+    """Check whether :func:`step` handles a step on `params`."""
     return _hook is not None and any(param in _kept for param in params)
 
 
 def is_used() -> bool:
-    """Check whether there has been such a policy in this process."""
+    """Check whether a policy with rounded steps has been used in this process."""
     return _hook is not None
 
 
@@ -196,7 +196,7 @@ def step(run: Callable[..., None], params: Sequence[torch.Tensor], lists: Sequen
 
 
 def _parts(params: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Numbers of parameters, so many that :data:`AT_ONCE` elements of them are here."""
+    """Yield lists of numbers of parameters that have at most :data:`AT_ONCE` elements here together."""
     part: list[int] = []
     elements = 0
     for i, param in enumerate(params):
@@ -218,7 +218,7 @@ def _placed_as(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(values: Sequence[PyTree], entries: Sequence[_Kept | None]) -> list[Any]:
-    """Local tensors in the format that the step of each parameter computes in; the very ones that have it already."""
+    """Return local tensors in the format of each parameter's step; those that have it already are not copied."""
     return [
         _local(value).to(_computes_in(entry)) if entry is not None and _is_cast(value, entry) else _local(value)
         for value, entry in zip(values, entries, strict=True)

@@ -149,7 +149,7 @@ class Move:
     def _first_ranks_state(
         self, group: Any, device: torch.device, new: Mapping[str, torch.Tensor]
     ) -> dict[str, dict[str, Any]]:  # fmt: skip
-        """State by name of the parameters that are here, each value placed as its parameter."""
+        """Return the state by name of the parameters that are here, each value placed as its parameter."""
         mine = {name: self.optimizer.state[p] for p, name in self._own() if self.optimizer.state.get(p)}
         alone = dist.get_world_size(group) == 1
         first = 0 if alone or group is dist.group.WORLD else dist.get_global_rank(group, 0)
@@ -193,7 +193,7 @@ def _described(key: str, value: PyTree, param: torch.Tensor) -> PyTree:
 
 
 def _scalar(key: str, value: torch.Tensor, param: torch.Tensor) -> bool:
-    """State that is one number for the whole parameter, such as the count of steps."""
+    """Check whether a state is one number for the whole parameter, such as the count of steps."""
     return value.ndim == 0 and (param.ndim > 0 or key == "step")
 
 

@@ -12,10 +12,10 @@
 
 In a script they are DTensors
 
-========================== ============================================================================================
-:mod:`.dtensor_fixes`      what torch gets wrong in silence; :mod:`.dtensor_writes`: of writes to parts;
-                           :mod:`.repairs`: what a repair is, and for which versions
-:mod:`.mixed`              plain tensors beside them
-:mod:`.one_rank_functions` functions of torch that take the parameters of one rank for all there are
-========================== ============================================================================================
+=================================== ===================================================================================
+:mod:`.dtensor_fixes`               what torch gets wrong in silence; :mod:`.dtensor_writes`: about writes to parts;
+                                    :mod:`.repairs`: what a repair is, and for which versions
+:mod:`.mixed`                       plain tensors beside them
+:mod:`.functions_of_all_parameters` functions of torch that take the parameters of one rank for all of the model's
+=================================== ===================================================================================
 """

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
 from autopar.runtime.batches.outputs import CollectiveLog
+from autopar.runtime.parameters.functions_of_all_parameters import of_a_stage, watch_norms
 from autopar.runtime.parameters.mixed import mixes_on
-from autopar.runtime.parameters.one_rank_functions import of_a_stage, watch_norms
 from autopar.runtime.parameters.repairs import Repair, Replacement
 from autopar.runtime.parameters.state import placed_as
 from autopar.torch_private import (
@@ -155,7 +155,7 @@ def _number(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyT
 
 
 def _unscaled(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
-    """Gradients by placement, so that each kind of placement has what it found reduced as it needs."""
+    """Unscale gradients by placement, so that what each kind of placement found is reduced as it needs."""
     kinds: dict[Any, list[DTensor]] = {}
     for grad in args[0]:
         kinds.setdefault((grad.device_mesh, tuple(type(p) for p in grad.placements)), []).append(grad)

@@ -62,7 +62,7 @@ DRAWN_OF_VALUES = (
 )  # fmt: skip
 """Operators that draw random numbers with the values of their tensors."""
 PENDING_ON_WHOLE = (_ATEN.fill_.Scalar,)
-"""Those that it gets wrong where values are still to be added up: a number on every rank."""
+"""Operators that DTensor gets wrong where values are still to be added up: a number on every rank."""
 
 
 def written_through(view: Any) -> None:
@@ -148,7 +148,7 @@ def _written(op: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> It
 
 
 def handle_on_whole(meshes: set[DeviceMesh]) -> None:
-    """Run all these operators on whole tensors on these meshes."""
+    """Run the operators that DTensor gets wrong on whole tensors, on `meshes`."""
     handlers: dict[Any, Any] = DTENSOR_HANDLERS.get()
     before = dict(handlers)
 

@@ -142,7 +142,7 @@ def same_gather(a: HeldParam, b: HeldParam) -> bool:
 
 
 def make_units(held_params: Sequence[HeldParam]) -> list[Unit]:
-    """Units of the gathered parameters, given in order of first use."""
+    """Return the units of the gathered parameters, given in order of first use."""
     units: list[Unit] = []
     run: list[HeldParam] = []
     n_bytes = 0

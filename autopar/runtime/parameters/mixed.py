@@ -34,7 +34,7 @@ from autopar.torch_private import (
 from autopar.words.trees import PyTree
 
 _meshes: set[DeviceMesh] = set()
-"""Those of parallel modules."""
+"""The meshes of parallel modules."""
 _TURNED = "_autopar_gradient_turned"
 _ARITHMETIC = ("add", "sub", "mul", "truediv")
 _spec_of_plain: Callable[..., Any] = PLAIN_BESIDE_DTENSOR.get()
@@ -80,7 +80,7 @@ def _copies(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _beside_plain(operator: Callable[[Any, Any], Any]) -> Callable[[DTensor, Any], Any]:
-    """Make an arithmetic operator return a plain tensor for a DTensor that is a number and a plain tensor."""
+    """Make an operator between a scalar DTensor and a plain tensor return a plain tensor."""
 
     def of(mine: DTensor, value: PyTree) -> PyTree:
         if type(value) is torch.Tensor and (mesh := mine.device_mesh) in _meshes:

@@ -25,7 +25,7 @@ class GatherOrder:
     """The units of a program in order of first use.
 
     Args:
-        stream: on which the program runs, and all that is gathered for it.
+        stream: the stream on which the program runs, and all that is gathered for it.
     """
 
     def __init__(self, units: Sequence[Unit], stream: StepStream) -> None:
@@ -46,7 +46,7 @@ class GatherOrder:
         self._start(range(AHEAD + 1))
 
     def _start(self, numbers: Iterable[int]) -> None:
-        """Begin to gather those of some units that are read."""
+        """Begin to gather the units in `numbers` that are read."""
         for i in numbers:
             if i in self.read:
                 self.units[i].start()
@@ -164,7 +164,7 @@ def unguard(schedule: GatherOrder) -> None:
 
 
 def order_of_use(program: Program) -> list[int]:
-    """Numbers of the parameter slots, by first use in the program."""
+    """Return the numbers of the parameter slots, by first use in the program."""
     position = {node: i for i, node in enumerate(program.module.graph.nodes)}
     placeholders = [n for n in program.module.graph.nodes if n.op == "placeholder"]
     last = len(position)
@@ -266,7 +266,7 @@ def _copy_for_functions(graph: torch.fx.Graph, parameter: torch.fx.Node) -> None
 
 
 def _readers(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """Ops that read a tensor or a view of it."""
+    """Return the operators that read a tensor or a view of it."""
     readers: set[torch.fx.Node] = set()
     for user in node.users:
         readers.add(user)

@@ -52,7 +52,7 @@ class Cut:
     unit: int = 1
 
     def largest(self, n: int) -> int:
-        """Elements of the largest of ``n`` pieces."""
+        """Return the elements of the largest of ``n`` pieces."""
         return largest_shard(self.size, n, self.unit)
 
     def piece(self, n: int, at: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ class Placing:
 
     Args:
         home: where they are registered.
-        model: that has them.
+        model: the model that has them.
         constants: tensors that the model's code makes, by name.
         values: gives the whole value of a parameter or buffer by name; by default the model's own. Only this rank's
             slice is kept.
@@ -74,7 +74,7 @@ class Placing:
         return self.plan.buffers.get(source, whole_state(self.plan.mesh))
 
     def parameters(self) -> None:
-        """Place and register them.
+        """Place and register the model's parameters.
 
         Raises:
             RunError: one has no value, or two stages of this rank store it in two ways.

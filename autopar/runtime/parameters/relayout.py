@@ -27,8 +27,8 @@ def relaid(params: Mapping[str, torch.nn.Parameter], choices: Mapping[str, Param
     """Store parameters as a plan says; every rank of their mesh calls it.
 
     Args:
-        params: of a module, by name.
-        choices: of the plan.
+        params: the parameters of a module, by name.
+        choices: the choices of the plan.
 
     Returns:
         how many had to move.

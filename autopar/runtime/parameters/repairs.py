@@ -19,7 +19,7 @@ class Replacement:
     Attributes:
         owner: the dict or the object; a :class:`Replaceable` is asked for what it names, and ``name`` is None.
         name: the key or the attribute.
-        made: gives the new value, from the old one; the old one is None where there is none.
+        made: gives the new value, from the old one; the old one is None if there is none.
     """
 
     owner: Any
@@ -74,7 +74,7 @@ class Repair:
 
     @property
     def is_needed(self) -> bool:
-        """Whether this version of torch needs it."""
+        """True if this version of torch needs the repair."""
         return self.until is None or TORCH < self.until
 
     def apply(self) -> None:

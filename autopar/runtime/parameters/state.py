@@ -67,7 +67,7 @@ def torch_placements(state: State) -> tuple[TorchPlacement, ...]:
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """Names and sizes of the axes of a device mesh."""
+    """Return the names and sizes of the axes of a device mesh."""
     names = device_mesh.mesh_dim_names or ("",) * device_mesh.ndim
     return Mesh((name, device_mesh.size(axis)) for axis, name in enumerate(names))
 
@@ -161,7 +161,7 @@ Form = tuple[tuple[int, ...], torch.dtype, Any]
 
 
 def same_form(name: str, stored: torch.Tensor, form: Form | None) -> Form:
-    """Shape, dtype and placement of a stored tensor, which a tensor that is put in its place must have too.
+    """Return the shape, dtype and placement of a stored tensor, which a tensor that is put in its place must have too.
 
     Raises:
         RunError: it has others.
@@ -192,13 +192,13 @@ class HeldParam:
         leaf: what the program reads and autograd accumulates on; on a mesh of one device the stored parameter itself.
         alias: the leaf shares the stored memory.
         adjoint: hops of the gradient's way back that do something, in order.
-        used_shape, stored_shape: of this rank's pieces; ``padded_shape``: of the largest piece
-            among the ranks that gather the parameter together.
+        used_shape, stored_shape: shapes of this rank's pieces; ``padded_shape``: that of the largest piece among the
+            ranks that gather the parameter together.
         dtype: what the program reads; ``casts`` where the stored parameter is in another format (a master copy).
         trained: its gradient was planned; a parameter that is frozen for a while keeps that.
         sum: this rank's part of the gradient of the step that is under way, reduced; the parameter gets it at the end.
             What needs no reduction waits as the leaf's own gradient.
-        wide: of a parameter that is cast: gradients of this step's microbatches, in the format that they are added up
+        wide: for a parameter that is cast, gradients of this step's microbatches, in the format that they are added up
             in, which are still to be reduced.
         changed: called when there is another stored parameter, or it wants a gradient or does so no more.
     """

@@ -151,7 +151,7 @@ def _putter(kept: Grads) -> Hook:
 
 
 def _fences(group: _Group, inside: set[Node]) -> list[tuple[Node, Hook]]:
-    """Hooks under which every cut has what it kept, whatever arrives there, and no path towards inputs is walked."""
+    """Return the hooks that give every cut what it kept, whatever arrives there, and end paths towards inputs."""
     fences: list[tuple[Node, Hook]] = []
     for node, kept in group.cuts.items():
         fences.append((node, _putter(kept)))

@@ -33,7 +33,7 @@ from autopar.runtime.batches.totals_ahead import totals_ahead
 from autopar.runtime.checkpoints.full_state_dict import of_all_groups
 from autopar.runtime.gradients.reached import reached_by
 from autopar.runtime.optimizers import grad_scaler
-from autopar.runtime.parameters.one_rank_functions import flat_optimizer_states, scaled, squared_norm
+from autopar.runtime.parameters.functions_of_all_parameters import flat_optimizer_states, scaled, squared_norm
 from autopar.runtime.parameters.registering import Placing
 from autopar.runtime.parameters.state import as_dtensor
 from autopar.runtime.pipelines import pipeline_programs
@@ -73,7 +73,7 @@ class PipelineRun(ParallelRun):
 
         Args:
             model: with its values, or on the meta device with ``values``.
-            captured: of one microbatch.
+            captured: the capture of one microbatch.
             values: gives the whole value of a parameter or buffer by name; called on every rank for every name in the
                 same order, so it may communicate.
             alike: whether this rank's generator of random numbers was seeded as rank 0's; by default all find out.
@@ -147,7 +147,7 @@ class PipelineRun(ParallelRun):
 
     @property
     def rows(self) -> RowsInStages | None:
-        """How this step's rows lie on the ranks; None where each of them has all of them."""
+        """How this step's rows lie on the ranks; None if each of them has all of them."""
         return (
             self.local_batch
             if self.local_batch is not None and self.local_batch.counts is None
@@ -236,7 +236,7 @@ class PipelineRun(ParallelRun):
 
     @contextlib.contextmanager
     def all_in_step(self, where: str) -> Iterator[None]:
-        """Around all that ranks do together in a step, or in forwards: what fails on one of them ends it on all."""
+        """Enclose all that ranks do together in a step, or in forwards: what fails on one of them ends it on all."""
         self.check_world()
         self.failures.settle()
         with self.failures.during(where), without_inference_mode():

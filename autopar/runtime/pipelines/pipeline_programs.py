@@ -33,7 +33,7 @@ from autopar.runtime.variants.recaptured import buffers_for, check_stored, diffe
 from cost_models.schedules import with_microbatches
 
 ReplanStages = Callable[[Captured, int], Plan]
-"""Of a captured microbatch, and how many of them there are: a plan of the same stages, the same on all ranks."""
+"""Makes, for a captured microbatch and the number of them, a plan of the same stages, the same on all ranks."""
 Lines = tuple[tuple[Wire, ...], tuple[Tied, ...]]
 """What crosses between stages, and what several groups of ranks hold."""
 PROGRAM = (
@@ -59,7 +59,7 @@ def resume(pm: Any, fields: Fields) -> None:
 
 
 def work_of(pm: Any, microbatches: int) -> Work:
-    """Return what this rank does in a step of so many microbatches of the program that runs now."""
+    """Return what this rank does in a step of `microbatches` of the program that runs now."""
     works: dict[int, Work] = pm.works
     work = works.pop(microbatches, None)
     if work is None:

@@ -30,7 +30,7 @@ def ready_runs(
     """Return the runs of a batch, with their programs in place, before the first of them begins.
 
     Args:
-        to_do: what the loss is for; None where there need be none.
+        to_do: what the loss is for; None if there need be none.
 
     Raises:
         RunError: there is no loss.

@@ -17,7 +17,7 @@ from autopar.capture import Captured
 from autopar.errors import PlanError, RunError
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph
-from autopar.runtime.parameters.one_rank_functions import refuse_norms_on
+from autopar.runtime.parameters.functions_of_all_parameters import refuse_norms_on
 from autopar.runtime.parameters.registering import Placing
 from autopar.runtime.pipelines.ties import Tied, tie_wires, tied_parameters
 from autopar.runtime.pipelines.wires import Wire, wires_of
@@ -99,7 +99,7 @@ def take_values(
 
     Args:
         values: gives them by name, and is called on every rank for every name; by default they are sent from rank 0.
-        placings: of this rank's stages. What two of them share is given to the first.
+        placings: one for each of this rank's stages. What two of them share is given to the first.
     """
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     params = set(named)

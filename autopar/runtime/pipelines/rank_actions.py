@@ -39,7 +39,7 @@ class Unfinished:
 
 
 class Work:
-    """The stages of one rank, and a step of so many microbatches.
+    """The stages of one rank, and what it does in a step of one number of microbatches.
 
     Attributes:
         flights: by number of the stage.
@@ -54,9 +54,9 @@ class Work:
         """Initialize the object.
 
         Args:
-            parts: of the whole model.
+            parts: the parts of the whole model.
             plan: its schedule says how many microbatches there are.
-            stages: of this rank.
+            stages: the stages of this rank.
             wires, tied: what crosses between stages, and what several of them hold.
             groups: with those that the plan needs.
         """
@@ -92,15 +92,15 @@ class Work:
         callers: Mapping[str, torch.Tensor], reached: Sequence[Reached] | None = None,
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Forward and backward of all microbatches; :meth:`give` hands over the gradients.
+        """Run forward and backward of all microbatches; :meth:`give` hands over the gradients.
 
         Args:
-            shares: of the microbatches' losses in that of the step.
-            seeds: of random operators, for each microbatch.
+            shares: the weights of the microbatches' losses in that of the step.
+            seeds: the seeds of random operators, for each microbatch.
             shown: what messages call the inputs.
             callers: the caller's tensors, by input name; :attr:`input_gradients` has theirs then.
-            reached: what has a gradient in each microbatch; None where all that wants one does.
-            scale: by which the gradients are multiplied.
+            reached: what has a gradient in each microbatch; None if all that wants one does.
+            scale: the scale by which the gradients are multiplied.
 
         Returns:
             the sum of the weighted losses, on every rank.

@@ -29,7 +29,7 @@ class Ready:
         captured, stages, batch: the program that takes it.
         callers: the caller's tensors, by input name.
         batches: whole inputs of every microbatch.
-        totals: gives the inputs that are computed ahead of the step; None where there are none.
+        totals: gives the inputs that are computed ahead of the step; None if there are none.
         drawing: the graphs of training and of eval mode, where these have random operators.
     """
 
@@ -45,7 +45,7 @@ class Ready:
     drawing: tuple[Graph | None, Graph | None]
 
     def reached(self, seeds: Sequence[Any]) -> list[Reached] | None:
-        """Return what has a gradient in each microbatch; None where all that wants one does."""
+        """Return what has a gradient in each microbatch; None if all that wants one does."""
         return None if self.reached_by is None else [self.reached_by(seed) for seed in seeds if seed is not None]
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from autopar.words.trees import SavedContext
+from autopar.words.trees import Context
 
 
 class Arrived:
@@ -41,7 +41,7 @@ class Arrived:
         self._gradients[:] = [] if gradient is None else [gradient]
 
     def gradient_or_zeros(self) -> torch.Tensor:
-        """Return the gradient; zeros where no backward came."""
+        """Return the gradient; zeros if no backward came."""
         gradient = self.gradient
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if gradient is None else gradient
 
@@ -63,13 +63,11 @@ class _PassedOn(torch.autograd.Function):
     """The identity; its result wants a gradient because the anchor does."""
 
     @staticmethod
-    def forward(
-        ctx: SavedContext, gradients: list[torch.Tensor], piece: torch.Tensor, anchor: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Context, gradients: list[torch.Tensor], piece: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         ctx.gradients = gradients
         return piece.view_as(piece)
 
     @staticmethod
-    def backward(ctx: SavedContext, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
         ctx.gradients[:] = [gradient]
         return None, None, None

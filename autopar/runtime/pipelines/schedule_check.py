@@ -47,7 +47,7 @@ def check_buffers(plan: Plan, names: Collection[str]) -> None:
     """Refuse a plan whose stages on the same devices store a buffer in several ways: a rank has one tensor for all.
 
     Args:
-        names: of the model's buffers. Tensors that its code makes are each stage's own.
+        names: the names of the model's buffers. Tensors that its code makes are each stage's own.
 
     Raises:
         PlanError: with the buffer, the stages, and how each stores it.

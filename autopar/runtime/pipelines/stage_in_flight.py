@@ -35,7 +35,7 @@ class _Microbatch:
     Attributes:
         arrived: by name, of tensors of earlier stages whose gradients these want, and of inputs that want one.
         outputs: by position among the stage's outputs, where gradients from later stages enter the graph of autograd.
-        reached: what has a gradient in this microbatch; None where all that wants one does.
+        reached: what has a gradient in this microbatch; None if all that wants one does.
     """
 
     arrived: dict[str, Arrived]
@@ -49,8 +49,8 @@ class Flight:
 
     Attributes:
         part: what of the model the stage is.
-        shares: of the microbatches' losses in that of the step.
-        scale: by which the gradients of the step are multiplied.
+        shares: the weights of the microbatches' losses in that of the step.
+        scale: the scale by which the gradients of the step are multiplied.
         leads: this rank is the first of the stage's, the one that speaks for it where all have the same.
     """
 
@@ -61,7 +61,7 @@ class Flight:
         """Initialize the object.
 
         Args:
-            wires: of the whole pipeline.
+            wires: the wires of the whole pipeline.
             row: what this rank does in a step.
         """
         self.part, self.stage, self.input_gradients, self.leads = part, stage, input_gradients, leads
@@ -111,7 +111,7 @@ class Flight:
 
         Args:
             batch: the model's inputs of the microbatch, whole; messages call them as ``shown`` says.
-            reached: what will have a gradient; None where all that wants one does.
+            reached: what will have a gradient; None if all that wants one does.
         """
         with spmd.set_current_mesh(self.stage.device_mesh):
             arrived: dict[str, Arrived] = {}
@@ -143,7 +143,7 @@ class Flight:
         return loss, flat
 
     def backward(self, post: Post, action: Action) -> None:
-        """Gradients of what arrived, and with them (``B``) or later (``I``) those of the parameters."""
+        """Compute the gradients of what arrived, and with them (``B``) or later (``I``) those of the parameters."""
         with spmd.set_current_mesh(self.stage.device_mesh):
             flown = self.flying.pop(action.microbatch)
             roots, grads = self._roots(post, action.microbatch, flown)
@@ -166,7 +166,7 @@ class Flight:
             self._give_inputs(action.microbatch, flown)
 
     def weights(self, action: Action) -> None:
-        """Gradients of the parameters, where the backward is split."""
+        """Compute the gradients of the parameters, where the backward is split."""
         with (
             spmd.set_current_mesh(self.stage.device_mesh),
             self.stage.gradients.reducing(last=action == self.last, by_hand=True),

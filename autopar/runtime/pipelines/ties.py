@@ -115,7 +115,7 @@ class Ties:
         """Sum the gradients that the ranks' stages have; copies stay equal to the bit. All ranks call it.
 
         Args:
-            reached: what has a gradient in this step; None where all that wants one does.
+            reached: what has a gradient in this step; None if all that wants one does.
         """
         first: dict[int, HeldParam] = {}
         for _, stage in sorted(stages.items()):

@@ -69,7 +69,7 @@ class Message:
 
 
 class UnderWay(NamedTuple):
-    """A tensor that may not have left yet.
+    """A tensor that has perhaps not left yet.
 
     Attributes:
         answer: number, among the messages that come from the target, of the first that says that it has; infinite
@@ -144,7 +144,7 @@ def answers_of(
 
 
 def pairs_of(wires: Iterable[Wire]) -> list[tuple[int, int]]:
-    """Sender and receiver of everything that these wires carry, in the order in which their channels are made."""
+    """Return sender and receiver of everything that `wires` carry, in the order in which channels are made."""
     transfers = [t for wire in wires for t in (wire.there, wire.back) if t is not None]
     return sorted({(p.source, p.target) for t in transfers for p in t.pieces if p.source != p.target})
 
@@ -344,7 +344,7 @@ def clear(posts: Sequence[Post], group: Any) -> None:
     """End a step that broke off, on every rank: nothing stays under way. All ranks call it with their posts, alike.
 
     Args:
-        group: of all ranks.
+        group: the group of all ranks.
     """
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, [(post.posted, post.sent) for post in posts], group=group)

@@ -34,7 +34,7 @@ def heard(folder: Path, name: str) -> str | None:
 
 
 def tell_of_refusal() -> None:
-    """Report, from now on, an error that ends the script because the model has no plan for so many ranks."""
+    """Report, from now on, an error that ends the script because the model has no plan for this number of ranks."""
     if _hooked or not os.environ.get(FOLDER):
         return
     before = sys.excepthook

@@ -166,7 +166,7 @@ class SentValues(Meeting):
 
         Args:
             named: shapes and dtypes by name, the same on all ranks.
-            device: on which values travel and arrive: the mesh's, for which the group has a backend.
+            device: the device on which values travel and arrive: the mesh's, for which the group has a backend.
         """
         super().__init__(group, device)
         self.named = named

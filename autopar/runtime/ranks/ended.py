@@ -126,7 +126,7 @@ def _look_here(store: dist.Store, ranks: Sequence[int]) -> None:
 
 
 def _machine() -> str:
-    """Return an identifier of the processes that this one can see; empty where that is not known."""
+    """Return an identifier of the processes that this one can see; empty if that is not known."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -134,7 +134,7 @@ def _machine() -> str:
 
 
 def _begun(pid: int) -> str:
-    """Return when a process began, in the system's ticks; empty where there is none, or it has ended."""
+    """Return when a process began, in the system's ticks; empty if there is none, or it has ended."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

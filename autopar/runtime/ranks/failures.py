@@ -67,7 +67,7 @@ class Failures:
 
     @contextlib.contextmanager
     def during(self, where: str) -> Iterator[None]:
-        """Around a part of a step, such as ``the backward of call 3``.
+        """Enclose a part of a step, such as ``the backward of call 3``.
 
         Raises:
             RunError: a collective failed here, because another rank did before.

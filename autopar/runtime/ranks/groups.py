@@ -62,7 +62,7 @@ class Groups:
 
     Attributes:
         ranks: all that make them, in ascending order: the whole world, or the ranks of a mesh that is a part of it.
-        made: the groups, in the order in which all of these ranks made them; None where this rank is not in one.
+        made: the groups, in the order in which all of these ranks made them; None if this rank is not in one.
         aborted: this rank has aborted them; no operation on them is possible any more.
         generation: how often all of them have been made anew since.
     """
@@ -77,12 +77,12 @@ class Groups:
 
     @property
     def of_all(self) -> bool:
-        """Whether all ranks of the world make them."""
+        """True if all ranks of the world make the groups."""
         return len(self.ranks) == dist.get_world_size()
 
     @property
     def possible(self) -> bool:
-        """Whether these ranks can make groups.
+        """True if the ranks can make groups.
 
         Not those of a part of a world that was made with ``device_id=``, where NCCL splits communicators with all
         ranks of the world.
@@ -142,7 +142,7 @@ class Groups:
             )
 
     def abort(self) -> None:
-        """End what is under way in all of these groups, from any thread: whoever waits in one of them gets an error.
+        """End what is under way in all of the groups, from any thread: whoever waits in one of them gets an error.
 
         NCCL does that itself. gloo does not, so the connections of its groups are shut down.
         """
@@ -220,7 +220,7 @@ class Groups:
         return self.made[wanted]
 
     def destroy(self) -> None:
-        """End all of them, the last one first."""
+        """End all groups, the last one first."""
         for group in reversed(self.made.values()):
             if group is not None:
                 with contextlib.suppress(Exception):  # the world, or the peer, may be gone

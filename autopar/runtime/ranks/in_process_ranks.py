@@ -74,12 +74,12 @@ def run_step(  # noqa: C901  (a step from end to end)
     leaving: Mapping[int, torch.Tensor] | None = None,
     loss_weight: float = 1.0,
 ) -> WorldStep:
-    """Forward and backward of a program on all ranks of its mesh, in this process.
+    """Run forward and backward of a program on all ranks of its mesh, in this process.
 
     Args:
         weights, buffers, inputs: whole tensors by name.
         leaving: whole gradients of outputs that later pipeline stages read, by position.
-        loss_weight: what the loss counts, where it is one of several microbatches'.
+        loss_weight: what the loss counts, if it is one of several microbatches'.
 
     Returns:
         outputs, gradients by parameter and new buffers, all whole. Every rank's copy of a replicated value is

@@ -65,7 +65,7 @@ def run_local(
         timeout: seconds for everything, process start included; also the timeout of every collective.
         env: more environment variables for the ranks.
         threads: torch threads per rank.
-        backend: of the process group; one for GPUs (``cpu:gloo,cuda:nccl``) has each rank take its own.
+        backend: the backend of the process group; one for GPUs (``cpu:gloo,cuda:nccl``) has each rank take its own.
 
     Returns:
         What ``fn`` returned on each rank, in order of ranks; it must be possible to pickle it.
@@ -125,7 +125,7 @@ def _loopback_store() -> dist.TCPStore:
 
 
 def backend_of(device: str) -> str:
-    """Return the backend of a process group for processes on these devices: ``cpu`` or ``cuda``."""
+    """Return the backend of a process group for processes on `device`: ``cpu`` or ``cuda``."""
     return "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
 
 
@@ -133,7 +133,7 @@ def _context(env: Mapping[str, str] | None, backend: str = "gloo") -> Any:
     """Return the context that starts ranks: forked from a server process that has imported torch and autopar only.
 
     A fresh interpreter for every rank imports them again, which takes 2.5 CPU-seconds, one of them autopar's. Variables
-    of the caller's own may have to be there at the start of the interpreter, so with them, and where there is no fork,
+    of the caller's own may have to be there at the start of the interpreter, so with them, and if there is no fork,
     ranks are spawned. So are those on GPUs: one library among those that the server imports that asks whether there is
     a GPU would begin CUDA's driver there, and no forked process can use it then.
     """
@@ -156,7 +156,7 @@ def _start_server(context: Any) -> None:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Any:
-    """Variables that count before the child's first import (OMP_NUM_THREADS) must be there when it starts."""
+    """Set variables that must be there when a child starts, such as OMP_NUM_THREADS, which its first import reads."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

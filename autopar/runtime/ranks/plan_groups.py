@@ -46,7 +46,7 @@ def groups_of(parts: Sequence[StageGraph], plan: Plan, wires: Sequence[Wire], ti
     each ordered pair of ranks that talks.
 
     Args:
-        wires: of what crosses between stages, and of tied parameters that are not stored alike.
+        wires: the messages for what crosses between stages, and of tied parameters that are not stored alike.
     """
     wanted = [Wanted(tuple(range(plan.n_devices)))]
     for part in parts:

@@ -39,7 +39,7 @@ _world: dict[str, Any] = {}
 
 
 def name_of(ranks: Sequence[int]) -> str:
-    """Return the name of these ranks in the store."""
+    """Return the name of `ranks` in the store."""
     return "-".join(map(str, ranks)) if len(ranks) < 9 else f"{len(ranks)} {zlib.crc32(repr(tuple(ranks)).encode())}"
 
 
@@ -50,7 +50,7 @@ class Presence:
         """Initialize the object.
 
         Args:
-            number: of the call, the same on all ranks.
+            number: the number of the call, the same on all ranks.
             what: the call's name.
             abort: has what waits in a collective end with an error; called from another thread.
         """
@@ -79,7 +79,7 @@ class Presence:
         self.store.compare_set("news", "", news)
 
     def news(self) -> str:
-        """Say why this call cannot end well; empty where nothing is known."""
+        """Say why this call cannot end well; empty if nothing is known."""
         return self.store.get("news").decode() if self.store.check(["news"]) else ""
 
     def after_loss(self) -> str:
@@ -139,17 +139,17 @@ def alive(
 
 
 def within(ranks: tuple[int, ...]) -> bool:
-    """Check whether this rank is within such a call of these ranks."""
+    """Check whether this rank is in a common call of `ranks`."""
     return ranks in _within
 
 
 def news_of(ranks: tuple[int, ...]) -> str:
-    """Say why one of these ranks, which are in a call together, comes no more; empty where nothing is known."""
+    """Say why one of `ranks`, which are in a call together, comes no more; empty if nothing is known."""
     here = _within.get(ranks)
     return here.news() if here is not None else ""
 
 
 def after_loss(ranks: tuple[int, ...]) -> str:
-    """Say what is known of the rank to which a connection was lost; empty outside of such a call."""
+    """Say what is known of the rank to which a connection was lost; empty outside of a common call."""
     here = _within.get(ranks)
     return here.after_loss() if here is not None else ""

@@ -125,7 +125,7 @@ class Pulse:
         return min(self.limit, BEATS_AFTER_LOSS * self.beat) if time.monotonic() < self.hurries_until else self.limit
 
     def _count_of(self, rank: int) -> str:
-        """Return a rank's count as a text; empty where it has none yet, and ``done`` where it has left this world."""
+        """Return a rank's count as a text; empty if it has none yet, and ``done`` where it has left this world."""
         if rank == self.rank:
             return ""
         return self.store.get(str(rank)).decode().partition("|")[0] if self.store.check([str(rank)]) else ""
@@ -133,7 +133,7 @@ class Pulse:
     def _waits_in(self) -> str:
         """Return the collective of the script's own in which the main thread waits, as ``seconds|ranks|name``.
 
-        Empty where it is in none.
+        Empty if it is in none.
         """
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         found = None
@@ -161,7 +161,7 @@ class Pulse:
 
 
 def wait_elsewhere(ranks: Sequence[int]) -> str:
-    """Name the script's own collective in which all of these ranks wait for this one, which is in none; else empty."""
+    """Name the script's own collective in which all of `ranks` wait for this one, which is in none; else empty."""
     pulse, shown = _kept.get("pulse"), []
     if pulse is None or pulse.world is not dist.group.WORLD:
         return ""

@@ -37,12 +37,12 @@ _numbers: dict[tuple[int, ...], Iterator[int]] = {}
 
 
 def _store(ranks: Sequence[int]) -> dist.Store:
-    """Return the part of the store where these ranks meet."""
+    """Return the part of the store where `ranks` meet."""
     return dist.PrefixStore(f"autopar/meeting/{name_of(ranks)}", default_store())
 
 
 def _place(ranks: tuple[int, ...]) -> tuple[dist.Store, int]:
-    """Return where these ranks meet next: a part of the store, and the number of the meeting."""
+    """Return where `ranks` meet next: a part of the store, and the number of the meeting."""
     if _worlds.get("last") is not dist.group.WORLD:
         _worlds["last"] = dist.group.WORLD
         _numbers.clear()
@@ -64,7 +64,7 @@ def meet(group: dist.ProcessGroup | None) -> None:
 
 
 def any_of(ranks: tuple[int, ...], says: bool) -> bool:
-    """Return whether any of these ranks says so; all of them call it, and wait until every one is here.
+    """Return whether any of `ranks` passes True in `says`; all of them call it, and wait until every one is here.
 
     Raises:
         RunError: as for :func:`said_by`.
@@ -73,7 +73,7 @@ def any_of(ranks: tuple[int, ...], says: bool) -> bool:
 
 
 def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
-    """Map these ranks to their texts, where they have any; all of them call it, and wait until every one is here.
+    """Map those of `ranks` that have a text to it; all of them call it, and wait until every one is here.
 
     Raises:
         RunError: some did not come in time; or one has ended.
@@ -175,7 +175,7 @@ def sent(store: dist.Store, key: str, text: str) -> None:
 
 
 def received(store: dist.Store, key: str, keep: bool = False) -> str | None:
-    """Take the text stored under a key, and remove it unless others want it; None where it is not there yet."""
+    """Take the text stored under a key, and remove it unless others want it; None if it is not there yet."""
     if not store.check([f"{key}pieces"]):
         return None
     names = [f"{key}piece {i}" for i in range(int(store.get(f"{key}pieces")))]

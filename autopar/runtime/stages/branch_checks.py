@@ -28,7 +28,7 @@ PACKED = {
 
 
 class WaysTaken:
-    """The flags of one program."""
+    """The flags by which a program reports that a call left the traced branches."""
 
     def __init__(self, graph: Graph) -> None:
         self.flags = graph.ways

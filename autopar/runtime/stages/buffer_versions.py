@@ -11,7 +11,7 @@ from autopar.words.graph import Graph
 
 
 def outliving(graph: Graph) -> frozenset[str]:
-    """Names of the buffers that the program is given a copy of."""
+    """Return the names of the buffers that the program is given a copy of."""
     names = set()
     for i, node in graph.of_kind("buffer"):
         if node.target not in graph.updates:

@@ -26,7 +26,7 @@ from autopar.runtime.parameters.redistribution import apply
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.stages.compiled_order import OneOrder
 from autopar.torch_private import callers_compiler, options_of_compiler
-from autopar.words.trees import PyTree, SavedContext
+from autopar.words.trees import Context, PyTree
 
 CompileArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of ``torch.compile``."""
@@ -42,14 +42,14 @@ class _Gathered(torch.autograd.Function):
     """The values of a parameter from this rank's piece; its gradient is the leaf's."""
 
     @staticmethod
-    def forward(ctx: SavedContext, leaf: torch.Tensor, piece: torch.Tensor, held_param: HeldParam) -> torch.Tensor:
+    def forward(ctx: Context, leaf: torch.Tensor, piece: torch.Tensor, held_param: HeldParam) -> torch.Tensor:
         x = piece.to(held_param.dtype) if held_param.casts else piece
         for reshard_step in held_param.reshard_steps:
             x = apply(reshard_step.forward, x, reshard_step)
         return x.clone(memory_format=torch.contiguous_format) if x is piece else x.contiguous()
 
     @staticmethod
-    def backward(ctx: SavedContext, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grads[0], None, None
 
 
@@ -60,7 +60,7 @@ def compiled(
 
     Args:
         gathered: the parameters that it gathers for each use.
-        order: of its collectives, which the ranks compare; None where there is one rank.
+        order: the order of its collectives, which the ranks compare; None if there is one rank.
     """
     names = {slot.name for slot in program.slots}
     assert all(held_param.name in names for held_param in gathered)

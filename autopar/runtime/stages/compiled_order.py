@@ -83,7 +83,7 @@ def _along(group: dist.ProcessGroup, axes: Sequence[str], places: Places) -> str
 
 
 def difference(orders: Sequence[tuple[int, Order]]) -> str:
-    """Say how the collectives of some ranks differ; empty where they do not.
+    """Say how the collectives of some ranks differ; empty if they do not.
 
     Args:
         orders: ranks with theirs.
@@ -108,7 +108,7 @@ class OneOrder:
     """The order of collectives of one compiled program on the ranks of a mesh.
 
     Args:
-        heard: what is known of a rank that failed, for which it is in vain to wait; empty where nothing is.
+        heard: what is known of a rank that failed, for which it is in vain to wait; empty if nothing is.
     """
 
     def __init__(self, device_mesh: DeviceMesh, heard: Callable[[], str]) -> None:
@@ -127,7 +127,7 @@ class OneOrder:
         self.ran: set[str] = set()
 
     def backend(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Options of ``torch.compile`` with which the graphs are compared."""
+        """Return the options of ``torch.compile`` with which the graphs are compared."""
         backend, others = backend_named(options)
         return {**others, "backend": _Compared(backend, self)}
 
@@ -147,7 +147,7 @@ class OneOrder:
         """Agree on the collectives of what was compiled, before it runs.
 
         Args:
-            kind: of the call for which it was compiled.
+            kind: the kind of the call for which it was compiled.
 
         Returns:
             What the ranks call it.

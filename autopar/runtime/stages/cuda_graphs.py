@@ -33,13 +33,13 @@ WARM_STEPS = 3
 
 
 class StepRecorder(Protocol):
-    """Records what a function launches, and launches it again."""
+    """Recorder of what a function launches, which can launch it again."""
 
     def record(self, run: Callable[[], Any], warm: int) -> Any:
-        """Run it ``warm`` times, record one more, and give what that has returned."""
+        """Call `run` ``warm`` times, record one more call, and return its result."""
 
     def replay(self) -> None:
-        """Launch all of it again, on the same memory."""
+        """Launch all recorded kernels again, on the same memory."""
 
 
 class CudaRecorder:
@@ -130,7 +130,7 @@ class GraphedStep:
         It is made before the recording, which would write to it.
 
         Args:
-            place: of the rows of a microbatch.
+            place: the place of the rows of a microbatch.
         """
         if self.drawn == len(self.seeds):
             zero = torch.zeros((), dtype=torch.int64, device=self.stage.device)
@@ -145,7 +145,7 @@ class GraphedStep:
         return [(x.data_ptr(), x.shape, whole.requires_grad) for x, whole in zip(locals_, stored, strict=True)]
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> torch.Tensor:
-        """Forward and backward of another batch of the same shapes.
+        """Run forward and backward of another batch of the same shapes.
 
         Returns:
             the loss, as ``pm.train_step`` does. Gradients are added to those that are there.

@@ -62,8 +62,8 @@ class _Step:
     """A step in microbatches: all of them draw by one seed, which the first of them takes.
 
     Attributes:
-        rows: of the batch.
-        seed: that of the step, or the state of torch's generator before it.
+        rows: the number of rows of the batch.
+        seed: the one of the step, or the state of torch's generator before it.
         states: for each graph, by its ``id``, the draws of the whole batch from there.
     """
 
@@ -89,9 +89,9 @@ class Seeds:
         """Initialize the object.
 
         Args:
-            group: of all ranks that run the module together; None where it is one.
+            group: the group of all ranks that run the module together; None for one rank.
             first: the rank in it whose generator counts.
-            alike: whether this rank's generator was seeded as the first rank's; None where all ranks are to find out.
+            alike: whether this rank's generator was seeded as the first rank's; None if all ranks are to find out.
         """
         self.group, self.first, self.device = group, first, device
         self.recorded: Callable[[PlaceInBatch | None], torch.Tensor] | None = None
@@ -125,7 +125,7 @@ class Seeds:
         """Return the seed of a call, int64 [], or of a microbatch (:meth:`step`), int64 [4]; every rank calls it.
 
         Args:
-            graph: of the whole model, for one microbatch.
+            graph: the graph of the whole model, for one microbatch.
         """
         step = self._step
         if self.recorded is not None:
@@ -138,7 +138,7 @@ class Seeds:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step: all calls in it draw by one seed; :meth:`of_rows` says how many rows it has."""
+        """Enclose a step: all calls in it draw by one seed; :meth:`of_rows` says how many rows it has."""
         before, self._step = self._step, _Step()
         try:
             yield

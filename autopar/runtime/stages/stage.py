@@ -141,7 +141,7 @@ class Stage:
         """Make the program of eval mode, which reads the same parameters and buffers.
 
         Args:
-            sides: of random branches (:func:`~autopar.capture.evaluation.evaluated`).
+            sides: the sides of random branches (:func:`~autopar.capture.evaluation.evaluated`).
         """
         graph = evaluated(self.graph, sides)
         plan = replace(self.plan, fingerprint=graph.fingerprint, memory={})
@@ -175,7 +175,7 @@ class Stage:
             return compiled(program, self.gathered_inside, self.compile_args, order)
 
     def _heard(self) -> str:
-        """Return what is known of another rank's failure in the running step; empty where nothing is."""
+        """Return what is known of another rank's failure in the running step; empty if nothing is."""
         failures = self.home.failures
         return failures.news() if failures is not None else ""
 
@@ -222,7 +222,7 @@ class Stage:
         return local_part(self.inputs[name], leaf, shown, self.device_mesh, self.plan.mesh, in_shards)
 
     def part_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of this rank's part of an input."""
+        """Return the shape of this rank's part of an input."""
         return part_shape(self.inputs[name], self.device_mesh, self.plan.mesh)
 
     def run(
@@ -231,7 +231,7 @@ class Stage:
         """Run the bound program on local inputs by name; return its local outputs and new buffers.
 
         Args:
-            seed: of random operators, a tensor or what stands for one; None where the program has none.
+            seed: the seed of random operators, a tensor or what stands for one; None if the program has none.
             same_step: parameters have not changed since the last call, so gathered copies may be used again.
             evaluating: the program of eval mode is meant.
         """

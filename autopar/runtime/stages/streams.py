@@ -19,7 +19,7 @@ from autopar.errors import RunError
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the current stream of a device; None where there is none, as on processors."""
+    """Return the current stream of a device; None if there is none, as on processors."""
     if device.type in ("cpu", "meta"):
         return None
     current = getattr(torch.get_device_module(device), "current_stream", None)

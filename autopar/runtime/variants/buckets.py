@@ -32,7 +32,7 @@ Template = tuple[int | str, ...]
 
 
 def size_of(leaves: Sequence[PyTree]) -> Size:
-    """Rows and length of a call: the first dims of its first tensor that has two.
+    """Return the rows and length of a call: the first dims of its first tensor that has two.
 
     Raises:
         CaptureError: no tensor has two dims.
@@ -45,7 +45,7 @@ def size_of(leaves: Sequence[PyTree]) -> Size:
 
 @dataclass(frozen=True)
 class Padding:
-    """Of one call: the size that it had, and that of its bucket."""
+    """The size of a call, and that of its bucket."""
 
     size: Size
     bucket: Size
@@ -55,12 +55,12 @@ class Buckets:
     """The shapes of a module's calls, and how others become one of them.
 
     Args:
-        sizes: of the buckets.
-        signature: of the model's forward.
+        sizes: the sizes of the buckets.
+        signature: the signature of the model's forward.
         model_args: how many positional arguments it takes in a call, where targets of a loss function follow.
-        dims: of every leaf that is padded, which of its dims are rows and which are as long as the call.
-        fill: of leaves that are not filled with zeros, with what they are.
-        templates: shapes of the model's outputs; None where they are not known, and stay as they are.
+        dims: for every leaf that is padded, which of its dims are rows and which are as long as the call.
+        fill: values for leaves that are not padded with zeros.
+        templates: shapes of the model's outputs; None if they are not known, and stay as they are.
     """
 
     def __init__(

@@ -29,8 +29,8 @@ class ModuleCall:
 
     Attributes:
         in_parts: with a batch of several microbatches (``train_step``), each of which is a call of the program.
-        parts: how many the caller says; None where the shapes say it.
-        one: positional and keyword arguments of the first microbatch, where it is known what is cut; whole, also where
+        parts: how many the caller says; None if the shapes say it.
+        one: positional and keyword arguments of the first microbatch, if it is known what is cut; whole, also where
             the call has one rank's rows.
         of_step: it is one microbatch of a step that was looked at as a whole.
         of_several: the step has other microbatches, in other calls.
@@ -51,7 +51,7 @@ class ModuleCall:
 
         Args:
             example: how the model was called at first.
-            rows: of the program that there is: no microbatch is to be larger.
+            rows: the rows of the program that there is: no microbatch is to be larger.
         """
         n = len(example.args)
         args, kwargs = self.one or (self.args, self.kwargs)
@@ -82,7 +82,7 @@ def parts_of(rows: int, most: int) -> int:
 
 
 def batch_rows(captured: Captured) -> int:
-    """Rows of what a program was captured with; 0 where none of its inputs is a tensor with dims."""
+    """Return the rows of what a program was captured with; 0 if none of its inputs is a tensor with dims."""
     assert captured.example is not None
     example = captured.example
     leaves = pytree.tree_leaves((example.args, dict(example.kwargs), example.targets))

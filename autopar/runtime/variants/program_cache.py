@@ -69,7 +69,7 @@ ON_ALL_METHOD = (
 )
 
 Replan = Callable[[Captured, Mapping[str, str]], StagePlan]
-"""Of a captured graph and of how parameters are stored, by name: a plan, the same on all ranks."""
+"""Makes, for a captured graph and how parameters are stored by name, a plan, the same on all ranks."""
 
 Compare = Callable[[Captured, torch.nn.Module, Batch], None]
 """Refuses a capture that is not what the model does with a batch."""
@@ -104,9 +104,9 @@ class Programs:
     Args:
         model: the module, which owns the values.
         example: how it was called when it was captured first.
-        ranks: of all processes that hold a part of the module.
+        ranks: the numbers of all processes that hold a part of the module.
         plan_again: makes a plan for a graph with other operators, as the module's ``_take_program`` calls it; None
-            where that is not possible.
+            if that is not possible.
         compare: for every new capture; None where captures are trusted.
         shapes: follow calls with other shapes; else these are refused.
         values: follow values that change; else these are refused.
@@ -126,10 +126,10 @@ class Programs:
         """Places of strings of calls that the model was found to read: that is tried once."""
         self.calls = self.captures = 0
         self.rows: int | None = None
-        """Of a microbatch of the program that was captured first; 0 where that is not known."""
+        """The rows of a microbatch of the program that was captured first; 0 if that is not known."""
         self.way: tuple[str, int | None] = ("in training" if model.training else "in eval mode", None)
-        """Of the last call: a rank that goes into eval mode by itself would compute with steps of the others, and one
-        that has another number of microbatches would wait for more than they send."""
+        """The mode and the microbatches of the last call: a rank that goes into eval mode by itself would compute with
+        steps of the others, and one that has another number of microbatches would wait for more than they send."""
 
     def meet_all(self, what: str, broken_off: Callable[[], str]) -> None:
         """Wait until all ranks call a method of the model, or a function on it.
@@ -236,7 +236,7 @@ class Programs:
     def _for_steps(captured: Captured, call: ModuleCall) -> InParts | None:
         """Return how a program of a batch at once is to be captured again for a step of several microbatches.
 
-        It then reads what their losses divide by in the whole batch. None where it takes the step as it is.
+        It then reads what their losses divide by in the whole batch. None if it takes the step as it is.
         """
         parts = call.parts if call.parts is not None else call.parts_of(captured)
         if ((parts or 1) == 1 and not call.of_several) or not is_at_once(captured):
@@ -253,7 +253,7 @@ class Programs:
     def _of_example(self, pm: Any, call: ModuleCall) -> int | None:
         """Return which kept program is of the example's rows and takes a step that a smaller one takes in more parts.
 
-        The batch statistics of these would be others. None where there is no such program, or it runs now.
+        The batch statistics of these would be others. None if there is no such program, or it runs now.
         """
         if not self._is_counted(pm, call) or batch_rows(pm.captured) == self.rows:
             return None
@@ -265,7 +265,7 @@ class Programs:
         )  # fmt: skip
 
     def _is_of_fewer(self, pm: Any, captured: Captured, call: ModuleCall) -> bool:
-        """Check whether a step with fewer rows than the example would be cut, where it is one microbatch."""
+        """Check whether a step with fewer rows than the example would be cut, if it is one microbatch."""
         if not self._is_counted(pm, call):
             return False
         have = rows_of((call.args, dict(call.kwargs)), no_rows_in(captured))
@@ -309,7 +309,7 @@ class Programs:
         return f"  called with {call.shown()}"
 
     def _captured_again(self, pm: Any, changes: list[Change], call: ModuleCall, fits: bool) -> None:
-        """Capture the model, plan where that is needed, and have ``pm`` run it.
+        """Capture the model, plan if that is needed, and have ``pm`` run it.
 
         Args:
             fits: the call is one of the program that runs now, and only values have changed.

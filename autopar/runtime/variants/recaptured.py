@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autopar.runtime.as_module.run import ParallelRun
 
 Planner = TypeVar("Planner")
-"""Of a mesh's program, or of a pipeline's."""
+"""The planner of a mesh's program, or of a pipeline's."""
 PROGRAM = (
     "captured", "stage", "batch", "totals_kept",
     "trained",
@@ -37,7 +37,7 @@ PROGRAM = (
 
 
 def differs(old: Captured, new: Captured) -> str:
-    """Say how two captures differ other than in literals; empty where they do not."""
+    """Say how two captures differ other than in literals; empty if they do not."""
     a, b = old.graph, new.graph
     if len(a.nodes) != len(b.nodes):
         return f"{len(b.nodes)} operators and inputs, and had {len(a.nodes)}"
@@ -114,8 +114,8 @@ def _stored(pm: ParallelRun, graph: Graph) -> dict[str, str]:
     """Return how the parameters are stored, as pins; none on one device, where nothing is placed.
 
     Args:
-        graph: that is to be planned. A parameter that the module has frozen since (an average of it, say) wants a
-            gradient there, and the pin of a whole one says which of them does.
+        graph: the graph that is to be planned. A parameter that the module has frozen since (an average of it, say)
+            wants a gradient there, and the pin of a whole one says which of them does.
     """
     pins = {}
     wanted = {node.target: node.needs_grad for _, node in graph.of_kind("param")}
@@ -176,8 +176,8 @@ def buffers_for(
     """Return the buffers that another program reads: those that ``pm`` has, and constants of the model's code.
 
     Args:
-        graph: of the program, or of one stage of it.
-        before: of the program that ran last.
+        graph: the graph of the program, or of one stage of it.
+        before: the buffers of the program that ran last.
 
     Raises:
         RunError: there is one that the model did not have.
@@ -243,7 +243,7 @@ def _placed_again(
     """Return the module's own buffers in the placements that a program wants: mostly those that they have.
 
     Args:
-        now: of the program that ran last; tensors that its code made stay out.
+        now: the buffers of the program that ran last; tensors that its code made stay out.
     """
     names: dict[str, list[tuple[torch.nn.Module, str]]] = {}
     for name in pm.registered():

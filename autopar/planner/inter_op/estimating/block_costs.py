@@ -37,15 +37,15 @@ class BlockOption:
     """One option to run a block; seconds of one microbatch (except ``step_seconds``), bytes of one device.
 
     Attributes:
-        step_seconds: of the whole step: the optimizer, and what is waited for of collectives of parameters if the block
-            stands alone. Blocks of a stage hide theirs together (:mod:`.filling`).
-        weight_seconds: of the backward, what is for gradients of weights and may run later.
+        step_seconds: seconds of the whole step: the optimizer, and what is waited for of collectives of parameters if
+            the block stands alone. Blocks of a stage hide theirs together (:mod:`.filling`).
+        weight_seconds: the part of the backward that computes gradients of weights and may run later.
         static_bytes: whatever does not grow with the microbatches in flight, but for ``peak_bytes``.
-        kept_bytes: of one microbatch in flight.
+        kept_bytes: bytes saved for one microbatch in flight.
         recompute_peak_bytes: transient bytes of the peak, while parts of the block are recomputed say: once for all
             blocks of a stage.
         recomputed: something of it is recomputed.
-        peak_bytes: of parameters that are gathered for each use: once for all blocks of a stage, too.
+        peak_bytes: bytes of parameters that are gathered for each use: once for all blocks of a stage, too.
         optimizer_seconds: the optimizer's part of ``step_seconds``.
         load: its parameters' collectives, and what is computed beside them.
     """
@@ -75,7 +75,7 @@ class SizedPlans(NamedTuple):
     cuts: tuple[frozenset[int], ...]
 
     def serves(self, cuts: tuple[frozenset[int], ...]) -> bool:
-        """Return whether these plans are good ones of the block at another size too: nothing else can be cut there."""
+        """Return whether the plans are good at the size with `cuts` too: nothing else can be cut there."""
         return len(cuts) == len(self.cuts) and all(a <= b for a, b in zip(cuts, self.cuts, strict=True))
 
 
@@ -85,7 +85,7 @@ class BlockPlans:
 
     Attributes:
         every: the plans of a block from the fastest to the smallest, by kind, mesh and devices.
-        fastest: the fastest alone, by kind and mesh: of a mesh that was too slow to plan more.
+        fastest: the single fastest plan by kind and mesh, where the mesh was too slow to be planned further.
     """
 
     every: dict[tuple[object, ...], SizedPlans] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class BlockPlans:
         return next((sized.plans for sized in alike if sized.serves(cuts)), None)
 
     def fastest_alike(self, key: tuple[object, ...], cuts: tuple[frozenset[int], ...]) -> list[StagePlan]:
-        """Return the fastest such plan on any devices; empty if there is none."""
+        """Return the fastest plan for the key's kind and mesh on any devices; empty if there is none."""
         sized = self.fastest.get(key[:2])
         return sized.plans if sized is not None and sized.serves(cuts) else []
 
@@ -183,7 +183,7 @@ class Menus:
         return min(w.seconds for w in self.fastest_of(block, mesh, devices))
 
     def fastest_of(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[BlockOption, ...]:
-        """Return all options, where they are known; else the fastest alone, for a small part of the time.
+        """Return all options, if they are known; else the fastest alone, for a small part of the time.
 
         Where memory does not bind, no other is of interest.
         """
@@ -322,7 +322,7 @@ def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple
 
 
 FREE = BlockOption(0.0, 0.0, 0.0, 0.0, 0.0)
-"""Of a block that is left out of account."""
+"""The option of a block that is left out of account."""
 
 
 def menus_of(

@@ -47,10 +47,10 @@ class Equal:
 
     Attributes:
         pools: devices by type; several only where groups may differ by type.
-        shapes: meshes of a group of so many devices.
-        memory_bytes: of a device of each type, what may be filled.
+        shapes: meshes of a group, by its number of devices.
+        memory_bytes: what may be filled of a device of each type.
         groups: how many; None for any number.
-        floors: by number of the pool and mesh, seconds that the commonest block takes at least, where they are known:
+        floors: by number of the pool and mesh, seconds that the commonest block takes at least, if they are known:
             what is too slow at that is not planned at all.
         best_known: the estimated seconds of a step found elsewhere, with which cuts compete.
         far: a mesh is looked at further if its bound is within this factor of the best estimate.
@@ -194,7 +194,7 @@ class Equal:
 
     @cached_property
     def _alone(self) -> list[dict[int, float]]:
-        """Seconds of every kind of block on one device of each pool, 0 where the cost source gives no bound.
+        """Seconds of every kind of block on one device of each pool, 0 if the cost source gives no bound.
 
         A part of a cut operator never takes less than its share (:mod:`cost_models.operator_cost`).
         """
@@ -209,7 +209,7 @@ class Equal:
 
     @cached_property
     def _launches(self) -> list[dict[int, float]]:
-        """The part of these seconds that launches take, which is no shorter where operators are cut."""
+        """The part of a block's least seconds that launches take, which is no shorter where operators are cut."""
         return [
             {kind: self.fillers.menus.launches(block, pool[0]) for kind, block in self._blocks_of_kinds.items()}
             for pool in self.pools
@@ -287,7 +287,7 @@ class Equal:
         )
 
     def _fills(self, groups: int) -> tuple[Fill, ...]:
-        """Return the schedules for so many groups, at every degree of interleaving that is worth a look.
+        """Return the schedules for `groups` groups, at every degree of interleaving that is worth a look.
 
         One group runs its microbatches in turn, whatever the schedule.
         """

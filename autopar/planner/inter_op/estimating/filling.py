@@ -30,13 +30,13 @@ class Filled:
     """A stage put together from options of blocks.
 
     Attributes:
-        seconds: of a microbatch.
+        seconds: the seconds of a microbatch.
         gather_seconds, reduction_seconds, optimizer_seconds: once a step, of the simulation's phases.
         recomputed: number of blocks of which something is recomputed.
         forward_seconds: the part of a microbatch's seconds that is forward.
         weight_seconds: the part of its backward that may run later: none where a block is recomputed.
-        kept_bytes: of one microbatch in flight; the rest of ``n_bytes`` is there all the time.
-        static_bytes: that rest, with this stage's part of what its group needs once.
+        kept_bytes: bytes saved for one microbatch in flight; the rest of ``n_bytes`` is there all the time.
+        static_bytes: the rest of ``n_bytes``, with this stage's part of what its group needs once.
         once_bytes: what is there while one stage of a group works, once for all of them: of blocks that are recomputed,
             and of parameters that are gathered for a use.
     """
@@ -177,7 +177,7 @@ class Filler:
 
 @dataclass
 class Fillers:
-    """Those of a chain of blocks, on any mesh."""
+    """The fillers of a chain of blocks, for any mesh."""
 
     menus: Menus
     blocks: Sequence[Block]
@@ -189,7 +189,7 @@ class Fillers:
     def of(
         self, mesh: Mesh, devices: Sequence[int], only: int | None = None, chunks: int = 1, fastest: bool = False
     ) -> Filler | None:  # fmt: skip
-        """Return the filler of a mesh with ``chunks`` stages a group; None where a block cannot be planned on it."""
+        """Return the filler of a mesh with ``chunks`` stages a group; None if a block cannot be planned on it."""
         key = mesh, tuple(devices), only, chunks, fastest
         if key not in self._fillers:
             menus = menus_of(self.menus, self.blocks, mesh, devices, only, fastest)
@@ -203,7 +203,7 @@ class Places:
     """The stages of one schedule, to be filled.
 
     Attributes:
-        memory_bytes: of a device of each group; stages of a group share it equally.
+        memory_bytes: the bytes of a device of each group; stages of a group share it equally.
         fillers: what stages of each group cost.
         in_flight: microbatches, by stage, counted for all that a group holds.
     """

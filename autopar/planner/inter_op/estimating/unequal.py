@@ -32,7 +32,7 @@ class Unequal:
     """A search over what the menus offer.
 
     Attributes:
-        shapes: meshes of a group of so many devices.
+        shapes: meshes of a group, by its number of devices.
         limit: bytes of a device of those given, what may be filled.
     """
 
@@ -89,7 +89,7 @@ class Unequal:
         return cuts
 
     def _estimated(self, candidate: StagingEstimate, groups: Sequence[Group], fill: Fill) -> EstimatedCut:
-        """Return the cut, its stages filled as those of equal groups are, where they are known to fit so."""
+        """Return the cut, its stages filled as those of equal groups are, if they are known to fit so."""
         chosen = [s.choice for s in candidate.stages]
         stages = []
         for number, (choice, group) in enumerate(zip(chosen, groups, strict=True)):

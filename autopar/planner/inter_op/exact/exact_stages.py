@@ -29,8 +29,8 @@ from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.intra_op.building.fold import Fold, fold
 from autopar.planner.intra_op.building.integer_program import Beaten, NoChoice
 from autopar.planner.intra_op.building.price import pricer
+from autopar.planner.intra_op.memory.recomputable import block_starts
 from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
-from autopar.planner.intra_op.memory.recompute_choices import block_starts
 from autopar.planner.intra_op.mesh_plan import Options, device_limit
 from autopar.planner.intra_op.pins.small_parameters import TooSmallError
 from autopar.planner.intra_op.within_memory import UNLIMITED

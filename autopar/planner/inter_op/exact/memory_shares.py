@@ -18,7 +18,7 @@ from autopar.plans.plan import StagePlan
 def with_needs(
     candidate: Candidate, stages_of_rank: Sequence[Sequence[int]], plans: Sequence[StagePlan]
 ) -> Candidate:
-    """Return the candidate with what these plans of its stages need, in bytes, instead of estimates."""
+    """Return the candidate with what `plans` of its stages need, in bytes, instead of estimates."""
     n_bytes: dict[int, tuple[float, float]] = {}
     for of_group in stages_of_rank:
         for s in of_group:

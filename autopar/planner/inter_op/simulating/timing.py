@@ -24,8 +24,8 @@ class OnceAStep:
     """Seconds of every group of devices before, behind and after the actions of a schedule.
 
     Attributes:
-        gathers: of parameters, before the first action.
-        reductions: of gradients, behind the last one.
+        gathers: seconds of gathers of parameters, before the first action.
+        reductions: seconds of reductions of gradients, behind the last one.
         optimizer: after the reductions of all groups.
     """
 

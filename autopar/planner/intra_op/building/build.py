@@ -60,7 +60,7 @@ class Builder:
         choose_recompute: let operators be recomputed in the backward instead of keeping what they make.
         choose_memory: let gathered copies be regathered in the backward instead of being kept, and results be
             given up by decisions about tensors.
-        blocks: names of the operators with which blocks begin, where they are known.
+        blocks: names of the operators with which blocks begin, if they are known.
     """
 
     graph: Graph
@@ -285,7 +285,7 @@ class Builder:
         return options
 
     def _least_and_most(self, cost: P.ParamCost) -> tuple[float, float]:
-        """Return the seconds of a step that a parameter takes if nothing of it is hidden, and if all is that may be."""
+        """Return a parameter's seconds in a step: with nothing hidden behind compute, and with all that can be."""
         seconds, may_hide = cost.seconds + cost.step_seconds, cost.may_hide.of_step(self.microbatches)
         return seconds, seconds - hidden_seconds(may_hide, may_hide)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from autopar.planner.intra_op.building.chains import Chain
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.memory.moment_rows import MomentRows
-from autopar.planner.intra_op.memory.recompute_choices import Recomputable
+from autopar.planner.intra_op.memory.recomputable import Recomputable
 from autopar.plans.memory_decisions import REGATHER
 from autopar.plans.plan import ParamChoice, reshard_key
 from autopar.rules.strategy import Strategy
@@ -48,7 +48,7 @@ class Decoder:
     """Decisions of each item of a program by the strategy that is picked for it, for every block that it stands for.
 
     Attributes:
-        chains: of the first items, one each.
+        chains: the chains of the first items, one each.
         parameters, outputs, arrivals: by item, the parameter's node, the output's position or the input's name, and
             what each strategy means for it.
         recomputable: the operators that may be recomputed, where that was a choice.

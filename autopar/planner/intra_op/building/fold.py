@@ -124,7 +124,7 @@ class _Repeats:
         return result
 
     def length_and_repeats(self, _first: int, length: int, repeats: int) -> tuple[int, int]:
-        """Return the length of a block in a repeated stretch, and the repeats: 0 where it is no block."""
+        """Return the length of a block in a repeated stretch, and the repeats: 0 if it is no block."""
         return length, repeats
 
     def alike_inputs(self, ref: Ref, next_ref: Ref) -> bool:

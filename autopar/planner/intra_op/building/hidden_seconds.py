@@ -21,8 +21,8 @@ class Hidden(NamedTuple):
     """Seconds of a microbatch that are no part of its price although operators and collectives take them.
 
     Attributes:
-        forward, backward: of these passes.
-        split: of the backward, where gradients of weights are computed later.
+        forward, backward: seconds of the forward and of the backward.
+        split: seconds of the backward if gradients of weights are computed later.
     """
 
     forward: float = 0.0

@@ -25,10 +25,10 @@ class LocalProduct:
     """The elements of a product on one rank, and the bytes of a wide one.
 
     Attributes:
-        ins: of each input.
-        out: of the result.
-        between: of what lies between two products that are one operator, as of experts, and of the gradient of what
-            the first of them gives.
+        ins: elements of each input.
+        out: elements of the result.
+        between: elements of what lies between two products that are one operator, as of experts, and of the gradient of
+            what the first of them gives.
         wide: bytes of an element of the activations.
     """
 

@@ -26,10 +26,10 @@ class ParameterLoad:
     """Seconds of a step that a stage's parameters cost.
 
     Attributes:
-        costs: of every parameter; empty where loads were put together.
+        costs: the costs of every parameter; empty where loads were put together.
         collectives: seconds by themselves, by when they run.
-        may_hide: of these, what may overlap with computing, as if no parameter were read first.
-        first: of these, what parameters take that are read first, along with which nothing is computed.
+        may_hide: the part of `collectives` that may overlap with computing, as if no parameter were read first.
+        first: the part of `collectives` of parameters that are read first, along with which nothing is computed.
         computing: seconds of a microbatch, of operators that depend on parameters.
     """
 

@@ -30,10 +30,10 @@ class ParamCost:
     """Seconds per step, and bytes on one rank, of a :class:`ParamChoice`.
 
     Attributes:
-        seconds: of its collectives, by themselves.
+        seconds: the seconds of its collectives, by themselves.
         collectives: the same, by when they run.
-        may_hide: of these, what may overlap with computing.
-        step_seconds: of the optimizer, and of adding its gradients up over microbatches.
+        may_hide: the part of `seconds` that may overlap with computing.
+        step_seconds: seconds of the optimizer, and of adding its gradients up over microbatches.
         peak_bytes: what copies gathered for one use take while they live: this one and the next, which is fetched
             ahead. Of all parameters the largest counts.
     """

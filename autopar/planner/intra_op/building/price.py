@@ -232,7 +232,7 @@ class Pricer:
     def launches(self, graph: Graph) -> float:
         """Return the seconds, both passes, of the launches of an op, or of the smallest kernels it may have.
 
-        They mean nothing where the cost source does not compute with them.
+        They mean nothing if the cost source does not compute with them.
         """
         least = self.device.kernel_seconds
         device = self.device if least is None else replace(self.device, launch_seconds=least)

@@ -32,7 +32,7 @@ def _every(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strategy]:
 def fitting_strategy(
     graph: Graph, node: Node, rule: Rule, mesh: Mesh, names: Sequence[str]
 ) -> Strategy | None:
-    """Return the strategy of an op whose options have these names, one per axis; None if it cannot be cut so."""
+    """Return the strategy of an op whose options are called `names`, one per axis; None if it cannot be cut so."""
     options = options_of(graph, node, rule, blocks_named(rule, names))
     if any(name not in options for name in names):
         return None

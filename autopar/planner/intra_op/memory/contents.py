@@ -157,7 +157,7 @@ class StageContents:
         return [each for each in held if each.n_bytes]
 
     def kept(self, count: int) -> list[HeldMemory]:
-        """Return what so many microbatches keep between their forward and their backward."""
+        """Return what `count` microbatches keep between their forward and their backward."""
         _, holds = self._walked
         return [
             HeldMemory(self.category("activation", entry.since), entry.since, count * entry.n_bytes, count)

@@ -21,7 +21,7 @@ from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import Item, SharedBytes
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import GIVEN, Entry, Keeper, Ledger
-from autopar.planner.intra_op.memory.recompute_choices import Recomputable
+from autopar.planner.intra_op.memory.recomputable import Recomputable
 from autopar.rules.notation import Rule
 from autopar.rules.saved_tensors import saved_of
 from autopar.rules.strategy import Strategy
@@ -50,7 +50,7 @@ class StrategyRows:
 
     Attributes:
         item_of: item numbers of operators, parameters and inputs.
-        row_of: of an operator, the rows of its item and its place within each.
+        row_of: for an operator, the rows of its item and its place within each.
         recomputed_of: by item, for each row the operators that are recomputed.
         regathered_of: by item, for each row the inputs that are regathered, with the part that is kept of them.
         given_up_of: by item, for each row the operators whose results are given up, with the decision about them.
@@ -210,7 +210,7 @@ class KeptBytes:
             self.terms.append(_Term(n, pairs, (made_by, recomputed_rows) if recomputed_rows else None, entries))
 
     def _least_made(self, entries: Sequence[Entry]) -> int:
-        """Return the fewest bytes in which operators of this class may make such memory; no bound if not decided."""
+        """Return the fewest bytes that the memory of `entries` may have on a rank; all of it if no item decides."""
         makers = {self.fold.representative[entry.since] for entry in entries} & self.rows.row_of.keys()
         shares = [share for maker in makers for share in self.rows.shares(maker, OUT)]
         return round(entries[0].n_bytes * min(shares)) if shares else entries[0].n_bytes

@@ -45,7 +45,7 @@ class Entry:
         n_bytes: on one rank, of one microbatch.
         since: number of the node that makes it.
         keepers: all that keep it; nobody, of memory that is only asked for with all the rest.
-        readers: operators and positions that read it, kept or not, and the graph's end; only where that is asked for.
+        readers: operators and positions that read it, kept or not, and the graph's end; only if that is asked for.
         segment: number of the recomputed segment in whose second run it lives; None from forward to backward.
         decision: ``keep`` (as it is), ``recompute`` (lives from the second run on, in a segment or for its readers
             outside), ``gather again`` (a copy that is freed after the forward: the piece that it is gathered from is an
@@ -68,7 +68,7 @@ class Ledger:
     Attributes:
         steps_again: the reshard steps that gather copies a second time: those that an operator's backward asks for.
         memory: the decisions as a plan has them, without results of segments that nobody keeps.
-        lives: of each segment, the operators between which the backward has its entries: the one whose backward first
+        lives: for each segment, the operators between which the backward has its entries: the one whose backward first
             asks for them, and the segment's first.
     """
 

@@ -16,7 +16,7 @@ from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.kept import OUT, share_of
 from autopar.planner.intra_op.memory.ledger import Ledger
-from autopar.planner.intra_op.memory.recompute_choices import Recomputable, recomputable_of
+from autopar.planner.intra_op.memory.recomputable import Recomputable, recomputable_of
 from autopar.plans.memory_decisions import KEEP, about_tensors
 from autopar.plans.regather import can_regather, may_wait
 from autopar.rules.notation import Rule
@@ -26,12 +26,12 @@ from autopar.words.placements import State
 
 @dataclass
 class MemoryOffers:
-    """Adds such strategies to the chains of one problem.
+    """Strategies that recompute, regather or give up, to be added to the chains of one problem.
 
     Attributes:
         segment_of: numbers of the segments that were asked to be recomputed, by operator: nothing is offered there.
         whole: the ledger of global tensors.
-        blocks: names of the operators with which blocks begin, where they are known.
+        blocks: names of the operators with which blocks begin, if they are known.
         arrivals: the states in which an input may arrive.
     """
 
@@ -83,9 +83,9 @@ class MemoryOffers:
                 chain.recomputed.append(frozenset(chain.nodes[k] for k in usable))
 
     def give_up(self, chain: Chain, counts: Mapping[int, int]) -> None:
-        """Add rows in which results of a chain, from one on, are given up by decisions about tensors.
+        """Add choices in which a chain's results, from some operator on, are given up by a decision about tensors.
 
-        No more than what comes back for one operator is there at once, which is counted moment by moment.
+        At most one operator's results are back at once; moments count them.
         """
         graph, pricer = self.graph, self.pricer
         plain = [r for r in range(len(chain.rows)) if not (chain.recomputed and chain.recomputed[r])]

@@ -285,7 +285,10 @@ class MomentRows:
     # -- what passes
 
     def _add_passing(self, items: list[list[float]], moment: Moment, at: int) -> None:
-        """Add results and gradients that are passed on; gradients of what is read now are as large as that."""
+        """Add the bytes of results and gradients on their way at this moment.
+
+        The gradient of a tensor that is read now is as large as that tensor.
+        """
         rep = self.fold.representative
         for span in self.timeline.spans:
             if not span.first <= at <= span.last or not span.n_bytes:

@@ -63,7 +63,7 @@ class Lifetime(NamedTuple):
 
     Attributes:
         kind: ``activation``, ``gradient`` of one, ``parameter gradient``, which stays, or ``recomputed``.
-        node: that makes it, or whose gradient it is.
+        node: the node that makes it, or whose gradient it is.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class StepMoments:
     Attributes:
         accumulates: gradients of parameters are there already, of microbatches before.
         spans: results that are read in the forward only, and gradients but for those that stay.
-        lifetimes: of all memory that lives; None where nobody reads it.
+        lifetimes: the lifetimes of all memory that lives; None if nobody reads it.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class StepMoments:
             self._deposit(value, memory, at, strides)
 
     def _arriving(self, values: Sequence[Value]) -> tuple[Strides, ...]:
-        """Return the strides of the gradients of an operator's outputs; nothing where they are those of copies."""
+        """Return the strides of the gradients of an operator's outputs; nothing if they are those of copies."""
         usual = [strides_of_copy(self._shape(value), self.walk.lies[value][1]) for value in values]
         arriving = [self.strides_of.get(value, strides) for value, strides in zip(values, usual, strict=True)]
         alike = all(lie_alike(self._shape(v), a, b) for v, a, b in zip(values, arriving, usual, strict=True))

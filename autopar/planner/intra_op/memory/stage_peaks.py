@@ -18,10 +18,10 @@ from autopar.words.graph import Graph, Ref
 from autopar.words.placements import State
 
 OPTIMIZER_COPIES = {"adamw": 2, "adam": 2}
-"""Of the largest parameter's piece, that an optimizer makes while it steps, one parameter after the other: Adam the
-root of the second moment and that root over the bias correction. Others work in place, or on something as small. With
-``foreach`` (torch's default for plain tensors on a GPU) it is one more copy of all parameters; activations are gone by
-then, so that this is rarely the fullest moment, and it is not counted."""
+"""Copies of the largest parameter's piece that an optimizer makes while it steps, one parameter after the other: Adam
+the root of the second moment and that root over the bias correction. Others work in place, or on something as small.
+With ``foreach`` (torch's default for plain tensors on a GPU) it is one more copy of all parameters; activations are
+gone by then, so that this is rarely the fullest moment, and it is not counted."""
 
 
 def with_working_bytes(

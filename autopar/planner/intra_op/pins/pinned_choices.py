@@ -105,7 +105,7 @@ class PinnedChoices:
         self._params_large_enough(request)
 
     def _params_large_enough(self, request: Mapping[str, str]) -> None:
-        """Pin parameters as requested, or replicated where they are too small and a wildcard matched them."""
+        """Pin parameters as requested, or replicated if they are too small and a wildcard matched them."""
         hows = self.options.params or {}
         shapes = {node.target: node.out.shape for _, node in self.graph.of_kind("param")}
         small = {name: why_too_small(name, shapes[name], hows[pattern], self.mesh) for name, pattern in request.items()}

@@ -262,7 +262,7 @@ class HighsProgram(Relaxation):
 
 @contextmanager
 def _at_most(engine: Any, steps: int) -> Iterator[None]:
-    """Stop branch and bound after so many steps.
+    """Stop branch and bound after `steps` steps.
 
     HiGHS asks after every relaxation, dive and node whether to go on: on one thread, the same program is asked as often
     wherever it runs. (Its own limits of nodes leave out the root, where most of the time goes.)

@@ -24,16 +24,16 @@ class Matrix:
 
     Attributes:
         cost: scaled seconds of a column.
-        upper: of a column; all are at least 0.
+        upper: the upper bound of a column; all are at least 0.
         whole: whether a column is 0 or 1.
         start, columns, values: the rows: row ``r`` has the entries from ``start[r]`` to ``start[r + 1]``.
-        low, high: of a row.
+        low, high: the bounds of a row.
         picks: the columns of every item, one a strategy.
         peak: the column of the peak, with its bytes.
         shared: columns of what several items keep in common.
         memory: rows of the memory limit, as shares of ``unit`` bytes.
         fullest: where the fullest moment is minimised, the column of its bytes.
-        scale: of seconds.
+        scale: the factor from seconds to `cost`.
     """
 
     scale: float

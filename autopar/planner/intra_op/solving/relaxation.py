@@ -160,7 +160,7 @@ class Relaxation:
         return replace(self._point(engine.getObjectiveValue()), byte_price=price)
 
     def _solved(self, iterations: int, of_bytes: bool = False) -> str:
-        """Let the simplex method go on for so many iterations at most; the status that it ends in.
+        """Let the simplex method go on for at most `iterations`, and return the status in which it ends.
 
         ``of_bytes``: bytes are what is minimised.
         """

@@ -1,4 +1,4 @@
-"""Functions of torch that take the parameters of one rank for all there are, on a pipeline, where they are not.
+"""Functions of torch that take the parameters of one rank for all of the model's, which they are not on a pipeline.
 
 ``torch.nn.utils.clip_grad_norm_`` is refused. A rank holds the gradients of its own stages, so the norm that torch
 computes from them would be that of these stages, another one on every group of ranks: gradients would be scaled apart
@@ -119,7 +119,7 @@ def squared_norm(pm: Any, first: Mapping[str, int]) -> torch.Tensor:
 
     Args:
         pm: a pipeline.
-        first: of parameters that several groups of ranks hold: the stage whose ranks count it.
+        first: for each parameter that several groups of ranks hold, the stage whose ranks count it.
     """
     total = torch.zeros((), dtype=torch.float64, device=pm.device)
     counted: dict[torch.nn.Parameter, bool] = {}

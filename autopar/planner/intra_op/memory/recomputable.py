@@ -70,7 +70,7 @@ class Recomputable:
         return all(folding.representative[i] in self.able or _is_view(graph.nodes[i], rules[i]) for i in between)
 
     def results(self, graph: Graph, segments: Recompute, folding: Fold) -> list[str]:
-        """Return the results of these segments that need not be kept for other readers either."""
+        """Return the results of `segments` that need not be kept for other readers either."""
         results = []
         for first, last in segments:
             inside = range(graph.index[first], graph.index[last] + 1)
@@ -134,7 +134,7 @@ def block_starts(graph: Graph, folding: Fold) -> list[int]:
 
 
 def blocks_from(graph: Graph, starts: Sequence[int]) -> dict[int, int]:
-    """Return the number of every operator's block, if blocks begin at these nodes."""
+    """Return the number of every operator's block, if blocks begin at `starts`."""
     begins = sorted(starts)
     return {i: bisect_right(begins, i) for i, _ in graph.of_kind("op")}
 
