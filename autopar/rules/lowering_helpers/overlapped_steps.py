@@ -64,7 +64,7 @@ def beside(
 
     Args:
         chosen: strategies by node.
-        routes: reshard steps by :func:`~autopar.plans.plan.reshard_key`.
+        reshard_paths: reshard steps by :func:`~autopar.plans.plan.reshard_key`.
         segment_of: the recomputed segment of each operator that is in one: what is in another runs at another time.
     """
     plans: list[OverlappedStep] = []

@@ -63,7 +63,7 @@ def local_part(
 
     Args:
         shown: what messages call the input.
-        in_pieces: its placement was asked for, so every rank may pass its own piece.
+        in_shards: its placement was asked for, so every rank may pass its own piece.
 
     Raises:
         RunError: it has neither the captured shape nor, if ``in_shards``, that of this rank's part; or it wants a

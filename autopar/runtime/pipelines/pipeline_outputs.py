@@ -57,7 +57,7 @@ def of_batch(ready: Ready, of_runs: Sequence[Sequence[Any]], local_batch: RowsIn
     """Return the outputs of a batch, from those of its runs, of which ``ready`` is any.
 
     Args:
-        own_rows: where each rank has its own; where these are not equally many, the runs have them all.
+        local_batch: where each rank has its own; where these are not equally many, the runs have them all.
     """
     graph = ready.captured.graph
     outputs: list[Any] = []

@@ -43,7 +43,7 @@ class Work:
 
     Attributes:
         flights: by number of the stage.
-        own_rows: where each rank is called with rows of its own.
+        local_batch: where each rank is called with rows of its own.
         spans: where the times of actions go: action, kind, begin and end in seconds of ``time.perf_counter``.
     """
 

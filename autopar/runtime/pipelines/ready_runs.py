@@ -69,7 +69,7 @@ def with_totals_of_batch(
     """Return the runs with what their microbatches read of the whole batch.
 
     Args:
-        own_rows: where each rank has its own, which are gathered on ``device_mesh``, that of one of its stages.
+        local_batch: where each rank has its own, which are gathered on ``device_mesh``, that of one of its stages.
         state: gives a buffer, whole, on all ranks.
     """
 

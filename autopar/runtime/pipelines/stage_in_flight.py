@@ -91,7 +91,7 @@ class Flight:
         """Begin a step: what was gathered before the optimizer's step no longer counts.
 
         Args:
-            own_rows: where each rank is called with rows of its own.
+            local_batch: where each rank is called with rows of its own.
         """
         self.local_batch = local_batch
         self.begun, self.shares, self.scale = False, shares, scale

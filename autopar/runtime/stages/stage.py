@@ -217,7 +217,7 @@ class Stage:
 
         Args:
             shown: what messages call the input.
-            in_pieces: every rank may pass its own piece.
+            in_shards: every rank may pass its own piece.
         """
         return local_part(self.inputs[name], leaf, shown, self.device_mesh, self.plan.mesh, in_shards)
 
