@@ -299,7 +299,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
     ``pm.train_step(*batch)``. Where nothing fits without, the error says what would.
 
     Args:
-        model: with its weights (rank 0's are used), or on the meta device.
+        model: the model with its weights (rank 0's are used), or on the meta device.
         mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen. By
             default all ranks that the launcher started (``torchrun``), or the one process. In a DeviceMesh, an axis
             ``pipe``, the first, makes a pipeline; its size is the number of groups.

@@ -122,7 +122,7 @@ class FollowedRows:
     Attributes:
         rows: the inputs with rows, by node number.
         flows: the flows of every tensor.
-        troubles: on the way to the loss.
+        troubles: what stands on the way to the loss.
         totals: sums over rows that the inputs decide, and whether each is a mean over rows instead.
         ratios: losses that are divided by how many labels count in them, by node number.
         scaled: what is a sum over rows beside means: places where a tensor is read, ``(node, position)``; and the loss

@@ -28,7 +28,7 @@ class OutputKind:
     """A kind of file that a command writes.
 
     Attributes:
-        name: with its article, for messages.
+        name: the file's name with its article, for messages.
         recognizes: returns True for a text of this kind; a plan with a mistake from an edit is still one.
         is_binary: the file is not text; ``recognizes`` gets its bytes as characters.
     """

@@ -104,7 +104,7 @@ def check_draws(
         model: the captured one.
         example: the whole batch: inputs, keyword arguments, targets.
         rows: the rows of the batch; None if it is one microbatch.
-        device_type: where the model runs.
+        device_type: the type of device on which the model runs.
 
     Raises:
         CaptureError: they draw otherwise; it names the first draw that differs.

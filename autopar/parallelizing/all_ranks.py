@@ -171,8 +171,8 @@ def agreed(
     Args:
         decide: makes the plan; called on rank 0 alone. The others get it as the text of a plan file.
         captured: the capture of a microbatch.
-        part: where the batch was captured, and the plan says into how many microbatches it is cut: gives one of so
-            many, captured.
+        part: if the batch was captured and the plan says into how many microbatches it is cut: gives, for that
+            number, the capture of one of them.
 
     Raises:
         AutoparError: what fails on one rank, on all of them.

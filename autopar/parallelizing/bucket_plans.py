@@ -47,7 +47,7 @@ class BucketPlans:
     """Plans of the buckets of a model on one mesh.
 
     Attributes:
-        plans: by rows and length.
+        plans: the plans by rows and length.
         layouts: the number of each bucket's layout; equal numbers are the same layout.
         seconds: seconds of the steps of the trace and of the changes of layout between them.
         switching_seconds: the part of `seconds` for changes of layout.

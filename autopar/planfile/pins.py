@@ -33,7 +33,7 @@ class Model:
     """The model that pins are about: patterns, axes and names must exist in it.
 
     Attributes:
-        mesh: for the placements of inputs, outputs and parameters.
+        mesh: the mesh for the placements of inputs, outputs and parameters.
         axes: the axes of the meshes of all stages.
     """
 

@@ -22,8 +22,8 @@ class SolverWork:
         iterations: how many the simplex method may take to solve a relaxation.
         work: what branch and bound may take: steps (HiGHS asks at each whether to go on) times thousands of matrix
             entries, of which each takes 2 to 10 ms; so a larger program gets fewer steps.
-        cpu_seconds: for CBC, which counts neither.
-        clock_seconds: those that a user asked for; nothing else counts then.
+        cpu_seconds: the limit of CBC, which counts neither.
+        clock_seconds: the limit that a user asked for; nothing else counts then.
     """
 
     iterations: int

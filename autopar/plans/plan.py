@@ -65,7 +65,7 @@ class Pins:
         ops: ``{pattern: {axis: factor}}``; a later pattern overrides an earlier one.
         params: ``{pattern: "replicate", a placement "S0,I", or one with a lifetime "S0,I use"}``.
         inputs, outputs: placements by input name and output position.
-        memory_limit_bytes: per device; None for what the device has.
+        memory_limit_bytes: the limit of a device; None for what the device has.
         recompute: patterns of module paths that are recomputed in the backward.
         precision: the policy that the graph was captured for.
         expert_load: shares of rows of routed experts, by patterns of modules; prices are for them.
@@ -245,7 +245,7 @@ class Plan:
         schedule: what each group of devices does in which order; its number of microbatches is that of a step.
         crossings: what stages take from each other.
         seconds: the seconds of a training step, simulated.
-        notes: for the reader.
+        notes: notes for the reader.
         pins: what the user asked for, so that the plan can be solved again with the same options.
     """
 

@@ -26,7 +26,7 @@ class PlanRequest:
     """All options of one call, checked.
 
     Attributes:
-        pins: those that the plan will remember.
+        pins: the pins that the plan will remember.
         microbatches: into how many a step's batch is cut, where their number is fixed.
         numbers: numbers of microbatches, to choose from; none for all that divide the batch; None if the number is
             fixed.

@@ -42,9 +42,9 @@ class ProfilingOptions:
     """Options of a measurement.
 
     Attributes:
-        seconds: for everything once the processes run, within a fifth.
+        seconds: seconds for everything once the processes run, within a fifth.
         processes: the processes that measure at the same time.
-        meshes: whose strategies are measured, in addition to unsharded ops.
+        meshes: the meshes whose strategies are measured, in addition to unsharded ops.
         device: ``cpu``, or ``cuda``, where each process takes its own GPU.
         partial: file (plus the rank's number) of each rank's rounds, from which an interrupted measurement resumes.
     """

@@ -41,7 +41,7 @@ class OpRow:
         rule: the factors of its tensors; ``none`` without a rule, marked ``(discovered)`` if nobody wrote it.
         cuts: axis -> factor, for the axes that shard one.
         steps: ``from -> to`` of every reshard of its outputs.
-        collectives: those inside the op and of the reshards, with the bytes of one rank's buffer.
+        collectives: the collectives inside the op and of the reshards, with the bytes of one rank's buffer.
         compute_seconds, collective_seconds: forward and backward of one copy, without overlapped ones.
         hidden_seconds: seconds of its collectives that overlap the operators in ``beside``.
     """

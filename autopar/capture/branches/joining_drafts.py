@@ -39,7 +39,7 @@ class Union:
 
     Attributes:
         base: the trace that the others are compared with.
-        nodes: those of the base; then those that others have beside them.
+        nodes: the nodes of the base, then those that other traces have beside them.
         only: the question on which a node of another trace hangs, by its number.
         left_out: questions on which a node of the base hangs, by its number.
         meets: for a use of a value of the base, what is read there instead when a question is answered otherwise.

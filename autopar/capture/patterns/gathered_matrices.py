@@ -46,7 +46,7 @@ class _Gathered:
 
     Attributes:
         whole: [experts a b].
-        index: which of them, int [...].
+        index: the numbers of the matrices, int [...].
         turned: the gathered ones are [... b a].
     """
 

@@ -68,7 +68,7 @@ class _Seen:
 
     Attributes:
         calls: the calls of the function, the forward's first.
-        asked: for gradients.
+        asked: the requests for gradients.
         given, returned: what the backward got and gave.
         depth: the number of open calls that may run operators; there are none outside.
         more: there were.

@@ -30,7 +30,7 @@ class ReadValue:
     """A value that tracing read.
 
     Attributes:
-        path: whose it is, as the user would write it: ``layers.0``, ``layers.0.config``, or the file of a global.
+        path: the owner's path, as the user would write it: ``layers.0``, ``layers.0.config``, or the file of a global.
         name: the attribute, or the global; of a free variable ``cell_contents``, and its name is in the path.
         value: what it was; of a container :func:`frozen`.
         where: ``file.py:12`` of the first read, where known.

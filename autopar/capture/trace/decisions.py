@@ -26,7 +26,7 @@ class Answers:
     """Answers that the model gave, on the values of the example, at each place of its code that branches on data.
 
     Attributes:
-        given: by site (``file.py:12@8-31``), in the order in which they were given.
+        given: the answers by site (``file.py:12@8-31``), in the order in which they were given.
         listed: integers that were read as a list, by site.
         steady: names of buffers that the example's forward did not write.
         observed: the model ran on the example's values; False if there are none.
@@ -91,7 +91,7 @@ class Attempt:
 
     Attributes:
         decisions: the decisions under which the traces are made.
-        guesses, with_rows: those of the decisions, and what these traces had to add.
+        guesses, with_rows: what the decisions have, and what the traces had to add.
         open_lists: sites of lists, integers and masks that sizes may follow from and that were not fixed.
     """
 

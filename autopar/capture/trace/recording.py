@@ -41,7 +41,7 @@ class Recording:
 
     Attributes:
         module: the module that is traced.
-        attempt: with the decisions that the trace follows.
+        attempt: the attempt with the decisions that the trace follows.
         answer: what questions about random numbers are answered.
         asked: number of such questions so far.
         questions: number of questions about data so far, by site.

@@ -18,12 +18,12 @@ class PipelineOptions:
     """Options of a user for a pipeline.
 
     Attributes:
-        microbatches: per step; the graph is that of one.
+        microbatches: their number in a step; the graph is that of one.
         groups: groups of devices; None tries every number that divides the devices, 1 included.
         schedules: names to choose from; ``interleaved-1f1b:4`` is one with a degree of interleaving.
         mesh: the mesh of every group; None tries every shape.
         starts: names of the first operators of all stages but the first; None lets the planner cut.
-        options: for the plan of each stage.
+        options: the options for the plan of each stage.
         may_recompute: blocks may be recomputed, where memory is short or it saves time. Where ``options.recompute`` or
             the model itself (activation checkpointing) decides what is recomputed, nothing else is.
         top: the number of different layouts that are planned exactly: the best one, and the next best of those that

@@ -42,7 +42,7 @@ class WithinMemory:
 
     Attributes:
         known_seconds: seconds of a plan that is known already: one that is slower is not worth the search.
-        moments: those that are rows of the program, by number.
+        moments: the moments that are rows of the program, by number.
         bound: seconds that no choice within the limit beats, as far as the relaxation says; infinite if nothing fits.
         fewest: bytes that the relaxation has at least, and the choice nearest to that, where state leaves little room.
         ends: where the simplex method ended in earlier programs of this kind, from where it goes on; None if there

@@ -35,7 +35,7 @@ class _Way:
     """Over which ranks the statistics are taken.
 
     Attributes:
-        axes: those that cut the batch or space, in the order in which their ranks' statistics are put together.
+        axes: the axes that cut the batch or space, in the order in which their ranks' statistics are put together.
         groups: their process groups.
         weights: for each axis what part of the elements each of its ranks has, [ranks]; None if all have as many.
         n: elements of a channel, on all ranks.

@@ -43,7 +43,7 @@ class WholeDraw(NamedTuple):
         method: its name, such as ``normal_``; ``randperm`` stands for ``torch.randperm``.
         numbers: its arguments.
         shape, strides: the tensor's; no strides if it is contiguous.
-        rows: where the rows of the batch are in it.
+        rows: where the rows of the batch are in the draw.
     """
 
     method: str

@@ -124,7 +124,7 @@ class Menus:
 
     Attributes:
         graph_of: the graph of one block.
-        options: for its plans; those that name operators or placements are left out.
+        options: the options of the blocks' plans; options that name operators or placements are left out.
         recompute: whether operators of a block may be recomputed.
         rare: kinds of which there are so few that one smaller option is enough.
         common: the one kind for which programs of more than ``EFFORT.first_axes`` axes are worth solving; None for all.

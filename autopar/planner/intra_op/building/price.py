@@ -44,11 +44,11 @@ class Pricer:
     Attributes:
         mesh: axis names and sizes.
         devices: ranks of the cluster, in row-major order.
-        costs: where seconds come from.
+        costs: the source of seconds.
         axes: collective costs by axis name.
         device: the slowest device of the mesh stands for all.
         shares: how far collectives of parameters overlap with computing.
-        kernels: which run on these devices.
+        kernels: the kernels that run on the devices.
         tensor: the fraction that is waited for of collectives of tensor parallelism between operators.
     """
 

@@ -49,7 +49,7 @@ class HeldMemory(NamedTuple):
     Attributes:
         category: one of :data:`CATEGORIES`.
         node: number of the operator or parameter that it belongs to; None for what belongs to none.
-        n_bytes: on one rank, of all ``microbatches`` that have it.
+        n_bytes: bytes on one rank, of all ``microbatches`` that have it.
     """
 
     category: str

@@ -42,7 +42,7 @@ class Entry:
     """One piece of memory that outlives the forward.
 
     Attributes:
-        n_bytes: on one rank, of one microbatch.
+        n_bytes: bytes on one rank, of one microbatch.
         since: number of the node that makes it.
         keepers: all that keep it; nobody, of memory that is only asked for with all the rest.
         readers: operators and positions that read it, kept or not, and the graph's end; only if that is asked for.

@@ -31,7 +31,7 @@ class Recomputable:
 
     Attributes:
         able: operators that may, by representative of their fold class.
-        gives_up: those of them whose results need not be kept for other readers either.
+        gives_up: those of `able` whose results need not be kept for other readers either.
         block_of: the number of the block of every operator; what stands between repeated blocks has numbers too.
     """
 

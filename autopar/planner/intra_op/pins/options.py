@@ -21,20 +21,21 @@ class Options:
         params: ``{pattern: "replicate"}`` keeps parameters replicated; or a stored placement ``"S0,I"``; or
             one with a lifetime, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).
         inputs, outputs: pinned placements by input name and output position.
-        memory_limit_bytes: per device; None for what a plan may fill of the device.
+        memory_limit_bytes: the limit of a device; None for what a plan may fill of the device.
         optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``: decides the bytes of optimizer state.
         microbatches: pieces that ``train_step`` cuts the batch into.
-        time_limit_seconds: for one run of the solver, by the clock; None counts its work, as :meth:`effort` says.
+        time_limit_seconds: the limit of one run of the solver, by the clock; None counts its work, as :meth:`effort`
+            says.
         memory_gap: how far from the proven optimum a plan may be where the memory limit binds (the plan reports its
             gap); without a binding limit, plans are optimal. 0 requires the optimum always, which can take minutes.
-        worth_seconds: where memory binds, a plan that is proven to take as long is not searched to its end.
+        worth_seconds: if memory binds, a plan that is proven to take this long is not searched to its end.
         fold: decide identical blocks once.
         in_flight: microbatches whose activations are kept at once: more than one in a stage of a pipeline.
         recompute: patterns of module paths (``layers.*``); each module that matches keeps only its inputs for the
             backward, and is recomputed there. So are regions that the model runs under activation checkpointing.
-        may_recompute: where memory binds, and neither ``recompute`` nor the model says what is recomputed, operators of
+        may_recompute: if memory binds, and neither ``recompute`` nor the model says what is recomputed, operators of
             any block may.
-        explains: where nothing fits, look for the smallest plan, to say what that needs. It takes several runs of the
+        explains: if nothing fits, look for the smallest plan, to say what that needs. It takes several runs of the
             solver, which a search over many meshes spends on the one of which it tells.
         blocks: names of the operators with which blocks begin, where known: recomputation is block
             by block. By default those of the repeated stretches that folding finds.

@@ -32,7 +32,7 @@ class Matrix:
         peak: the column of the peak, with its bytes.
         shared: columns of what several items keep in common.
         memory: rows of the memory limit, as shares of ``unit`` bytes.
-        fullest: where the fullest moment is minimised, the column of its bytes.
+        fullest: if the fullest moment is minimised, the column of its bytes.
         scale: the factor from seconds to `cost`.
     """
 
