@@ -21,7 +21,7 @@ from autopar.words.graph import Graph
 from cost_models.operator_cost import COMPUTE_KINDS
 
 BATCH, SEQUENCE, FEATURES, EXPERTS, NOTHING = "the batch", "the sequence", "features", "experts", "nothing"
-IDLE = "nothing: every rank computes the same, as sharding is not possible or costs more than it saves"
+IDLE = "nothing: every rank computes the same, since sharding is impossible or costs more than it saves"
 SHOWN = 0.005
 """Least share of the work that is named."""
 
@@ -68,12 +68,17 @@ def _cut(cuts: OperatorCuts, i: int, rule: Rule, option: str) -> str:
 
 def axes_in_words(shares: Mapping[str, Mapping[str, float]]) -> str:
     """Return the shares as one line: ``data=2 shards the batch; tensor=4 shards features (93%), the sequence (7%)``."""
-    texts = []
+    texts, idle = [], []
     for axis, of_axis in shares.items():
         named = {what: share for what, share in of_axis.items() if share >= SHOWN}
         replicated = named.pop(NOTHING, 0.0)
         alone = len(named) == 1 and not replicated
         shown = [what if alone else f"{what} ({share:.0%})" for what, share in named.items()]
         shown += [f"{replicated:.0%} replicated"] if replicated and named else []
-        texts.append(f"{axis} shards {', '.join(shown) or IDLE}")
+        if shown:
+            texts.append(f"{axis} shards {', '.join(shown)}")
+        else:
+            idle.append(axis)
+    if idle:
+        texts.append(f"{', '.join(idle)} {'shard' if len(idle) > 1 else 'shards'} {IDLE}")
     return "; ".join(texts)
