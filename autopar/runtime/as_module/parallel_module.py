@@ -358,6 +358,13 @@ class ParallelModule(Derived):
 
 def parallel(run: ParallelRun) -> Any:
     """Turn the user's module into a parallel one, and return it."""
+    pm = derive(run)
+    run.user.free(run.device)
+    return pm
+
+
+def derive(run: ParallelRun) -> Any:
+    """Give the user's module the class of a parallel one, and return it; ``run.user.restore()`` undoes that."""
     kind = type(run.module)
     own = {*dir(ParallelModule)} - {*dir(torch.nn.Module()), "_autopar"}
     both = sorted(own & {*dir(kind), *vars(run.module), *run.module._modules, *run.user.params, *run.user.buffers})
@@ -368,7 +375,7 @@ def parallel(run: ParallelRun) -> Any:
             f"{kind.__name__} and the parallel module both have attributes called {', '.join(both)}: of the parallel "
             "module they are its own. The program reads the model's; its tensors and submodules of these names are in "
             "named_parameters(), named_buffers() and named_modules(); or rename them",
-            stacklevel=2,
+            stacklevel=3,
         )
     return run.module
 
