@@ -34,6 +34,8 @@ Base = tuple[type, Callable[[type], dict[str, Any]]]
 """A class from which others are derived, and what these have of their own."""
 _derived: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
 
+_parallel: weakref.WeakSet[UserModule] = weakref.WeakSet()
+
 
 class PlaceOfPart:
     """Where a submodule of a parallel module is: in which run, and under which path."""
@@ -148,6 +150,7 @@ class UserModule:
 
     def free(self, device: torch.device) -> None:
         """Free the old parameters and buffers, which refuse any use from now on; the stored ones are on ``device``."""
+        _parallel.add(self)
         self._replace_meta(device)
         self._free_buffers()
         for param in {id(p): p for p in self.params.values()}.values():
@@ -328,3 +331,12 @@ def written_class(module: torch.nn.Module) -> type:
     """Return the class that the user gave a module, also where it is parallel."""
     place: Any = module.__dict__.get(PLACE)
     return type(module) if place is None else place.kind
+
+
+def names_in_parallel_models() -> dict[int, str]:
+    """Return, by ids of the parameters that parallel models train, their names there."""
+    return {
+        id(param): f"{each.path}.{key}" if each.path else key
+        for user in _parallel if not user.is_written
+        for each in user.modules for key, param in each.module._parameters.items()
+    }  # fmt: skip
