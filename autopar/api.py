@@ -37,7 +37,7 @@ from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
 from autopar.rules.experts.expert_load import with_load
 from autopar.runtime.as_module.left_attributes import begin
-from autopar.runtime.as_module.parallel_module import ParallelModule, parallel
+from autopar.runtime.as_module.parallel_module import ParallelModule, derive
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.parameters.init import Init
 from autopar.runtime.ranks.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share
@@ -482,31 +482,34 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             all_ranks.on_all(group, lambda: check_draws(one, model, first(1), rows, where))
         device_type = all_ranks.device_type_of(model)
         run = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init, random=random)
-        run.told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)
-        if batch == "local" and dist.get_world_size(group) > 1:
-            all_ranks.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
-            run.take_local_batch(no_rows_in(one))
-        cluster_of_plan = all_ranks.hardware_when_asked(decided, device_type, mesh, cluster, records)
-        prepared = together.by_graph if together is not None else None
-        planner: Callable[..., Any] = replanning.planner_of(decided, cluster_of_plan, group, prepared)
-        if len(decided.stages) > 1:
-            planner = replanning.stage_planner_of(decided, one.graph, cluster_of_plan, group)
-        run.programs = Programs(
-            model, one.example, run.rank_numbers(), planner, replanning.comparer_of(group) if verify_capture else None,
-            shapes=shapes != "fixed", values=on_change == "recapture",
-        )  # fmt: skip
-        run.buckets = in_buckets
-        run.layouts_change = bool(share(group, "yes" if together and together.changes else "", None))
-        if move is not None:
-            move.to(run, group)
-        pm: ParallelModule = parallel(run)
+        with run.user.restored_on_error():
+            run.told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)
+            if batch == "local" and dist.get_world_size(group) > 1:
+                all_ranks.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
+                run.take_local_batch(no_rows_in(one))
+            cluster_of_plan = all_ranks.hardware_when_asked(decided, device_type, mesh, cluster, records)
+            prepared = together.by_graph if together is not None else None
+            planner: Callable[..., Any] = replanning.planner_of(decided, cluster_of_plan, group, prepared)
+            if len(decided.stages) > 1:
+                planner = replanning.stage_planner_of(decided, one.graph, cluster_of_plan, group)
+            run.programs = Programs(
+                model, one.example, run.rank_numbers(), planner,
+                replanning.comparer_of(group) if verify_capture else None,
+                shapes=shapes != "fixed", values=on_change == "recapture",
+            )  # fmt: skip
+            run.buckets = in_buckets
+            run.layouts_change = bool(share(group, "yes" if together and together.changes else "", None))
+            pm: ParallelModule = derive(run)
+            if gradient_dtype is not None:
+                pm.gradient_dtype = gradient_dtype
+            if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
+                say(decided, one.graph, random)
+            if compile is not False:
+                all_ranks.on_all(group, lambda: ParallelModule.compile(pm, **({} if compile is True else compile)))
+            if move is not None:
+                move.to(run, group)
+        run.user.free(run.device)
         begin(run)
-        if gradient_dtype is not None:
-            pm.gradient_dtype = gradient_dtype
-        if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
-            say(decided, one.graph, random)
-        if compile is not False:
-            all_ranks.on_all(group, lambda: pm.compile(**({} if compile is True else compile)))
         return pm
 
 

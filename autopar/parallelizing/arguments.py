@@ -27,8 +27,10 @@ from autopar.capture.untraceable_modules import check_modules
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.plans.plan import Plan
 from autopar.plans.plan_options import OPTIMIZERS, PLAN_OPTIONS, is_integer, is_number, is_table, optional
+from autopar.runtime.as_module.old_parameters import OldParameter
 from autopar.runtime.as_module.parallel_module import ParallelModule
-from autopar.runtime.as_module.user_module import written_class
+from autopar.runtime.as_module.submodules import place_of
+from autopar.runtime.as_module.user_module import names_in_parallel_models, written_class
 from autopar.runtime.optimizers.user_optimizers import Move, name_of
 from autopar.runtime.ranks.agree import together
 from autopar.runtime.ranks.devices import check_one_device
@@ -118,14 +120,33 @@ def check_model(model: Any) -> None:
         raise CaptureError(f"expected a torch.nn.Module, got {type(model).__name__}; pass the model object itself")
     for path, module in model.named_modules():
         where = f"its module '{path}'" if path else "the model"
+        kind = written_class(module).__name__
+        if isinstance(module, ParallelModule) and not path:
+            raise CaptureError(
+                f"the model is a parallel module already: parallelize has changed this {kind} in place, so call and "
+                "train it as it is; for another plan parallelize a new model, and load autopar.full_state_dict(model)"
+            )
         if isinstance(module, ParallelModule):
             raise CaptureError(
-                f"{where} is a parallel module already, a {written_class(module).__name__} that parallelize was given; "
-                "parallelize the whole model once, "
-                "before any part of it"
+                f"{where} is a parallel module already, a {kind} that parallelize was given; parallelize the whole "
+                "model once, before any part of it"
+            )
+        if (at := place_of(module)) is not None:
+            raise CaptureError(
+                f"{where} is part of a model that is parallelized already, '{at.path}' of a "
+                f"{at.run.kind.__name__}: train it there, or parallelize a new module, with its values of "
+                "autopar.full_state_dict(model)"
             )
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise CaptureError(f"{where} is a DistributedDataParallel; pass the model inside it, .module")
+    elsewhere = names_in_parallel_models()
+    for name, param in model.named_parameters():
+        there = param.name_in_model if type(param) is OldParameter else elsewhere.get(id(param))
+        if there is not None:
+            raise CaptureError(
+                f"parameter '{name}' is also in a model that was parallelized ('{there}' there), which trains it: put "
+                "both into one module, and parallelize that one"
+            )
     check_modules(model)
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):

@@ -152,6 +152,22 @@ def test_parallel_modules_inside() -> None:
         autopar.plan(inner, "local-x2", X)
 
 
+def test_parts_and_parameters_of_a_parallel_module() -> None:
+    model, other = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)
+    other.weight = model[0].weight
+    autopar.parallelize(model, 1, X)
+    said = "is part of a model that is parallelized already, '0' of a Sequential"
+    with pytest.raises(autopar.CaptureError, match=f"the model {said}"):
+        autopar.parallelize(model[0], 1, X)
+    with pytest.raises(autopar.CaptureError, match=f"its module '1' {said}"):
+        autopar.parallelize(nn.Sequential(nn.Tanh(), model[0]), 1, X)
+    for _ in range(2):
+        said = r"'weight' is also in a model that was parallelized \('0.weight' there\)"
+        with pytest.raises(autopar.CaptureError, match=said):
+            autopar.parallelize(other, 1, X)
+        other.weight = model[0].weight  # the new one
+
+
 def test_descriptions_are_equal_where_arguments_are() -> None:
     same = arguments._described
     assert same([torch.zeros(2, 3), 1]) == same([torch.ones(2, 3), 1]) != same([torch.ones(2, 3), 2])

@@ -7,7 +7,7 @@ import gc
 import io
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -148,6 +148,49 @@ def test_a_refused_model_is_as_it_was() -> None:
     with pytest.raises(autopar.InfeasibleError):
         autopar.parallelize(model, 1, X, memory_limit="64B")
     assert type(model) is Net and dict(model.named_parameters()) == params and model(X).shape == (3, 4)
+
+
+class Registered(type):
+    """Refuses a second class of one name, as registries of models do."""
+
+    names: ClassVar[set[str]] = set()
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        if name in cls.names:
+            raise TypeError(f"{name} is registered twice")
+        cls.names.add(name)
+        return super().__new__(cls, name, bases, namespace)
+
+
+class Listed(Net, metaclass=Registered):
+    pass
+
+
+@pytest.mark.parametrize("of_class", [False, True])
+def test_after_an_error_at_the_end_a_model_is_as_it_was(of_class: bool) -> None:
+    model = Listed() if of_class else Net()
+    model.register_buffer("scale", torch.ones(()))
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    optimizer = torch.optim.Adam(model.parameters())
+    model(X).sum().backward()
+    optimizer.step()
+    eager, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    said = "registered twice" if of_class else "Invalid backend"
+    with pytest.raises(Exception, match=said):
+        autopar.parallelize(model, 1, X, optimizer=optimizer, compile={"backend": "nope"})
+    assert type(model) is type(eager) and type(model[0]) is nn.Linear and "_autopar" not in vars(model)
+    assert all(param is params[name] for name, param in model.named_parameters())
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params.values(), strict=True))
+    torch.testing.assert_close(optimizer.state_dict(), state)
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in params.values()])
+    other = torch.optim.Adam(eager.parameters())
+    other.load_state_dict(state)
+    for each, steps in ((model, optimizer), (eager, other)):
+        each.zero_grad()
+        each(X).sum().backward()
+        steps.step()
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
 
 
 def test_it_is_parallelized_once() -> None:

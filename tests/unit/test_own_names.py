@@ -98,7 +98,7 @@ def test_names_of_the_model_and_of_parallel_modules() -> None:
         with pytest.raises(RunError, match=r"compare_every was set, which is of the parallel module .* vars\(model\)"):
             each.compare_every = 3
     torch.testing.assert_close(pm(X), before, rtol=0, atol=0)
-    with pytest.raises(AttributeError, match="plan"):
+    with pytest.raises(RunError, match=r"plan of a parallel module cannot be set.*vars\(model\)\['plan'\]"):
         pm.plan = 7.0
     vars(model).update(compare_every=5.0, plan=7.0)
     torch.testing.assert_close(pm(X), 5 * 7 * before)
@@ -138,3 +138,33 @@ def test_names_of_others_are_not_spoken_of(recwarn: pytest.WarningsRecorder, mon
     monkeypatch.setattr(nn.Module, "put_there_by_others", lambda self: self, raising=False)
     autopar.parallelize(nn.Linear(4, 4), 1, X)
     assert not [w for w in recwarn if "both have" in str(w.message)]
+
+
+def test_what_tells_of_a_parallel_module_is_not_set() -> None:
+    pm: Any = autopar.parallelize(nn.Linear(4, 4), 1, X)
+    for name in ("plan", "program", "device_mesh", "module"):
+        with pytest.raises(RunError, match=f"{name} of a parallel module cannot be set.*call yours otherwise$"):
+            setattr(pm, name, 1)
+
+
+class Compiles(nn.Module):
+    """Has a method and an attribute of its own, where parallel modules have methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.sampler = nn.Linear(4, 4), len
+
+    def compile(self) -> str:  # type: ignore[override]
+        return "mine"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_methods_that_both_have_are_told_of() -> None:
+    said = r"called compile, sampler: [^$]*\n  sampler, which the object itself has, stay"
+    with pytest.warns(UserWarning, match=said) as warned:
+        pm: Any = autopar.parallelize(Compiles(), 1, X)
+    assert __file__ in [each.filename for each in warned]
+    assert pm.sampler is len and pm.compile() is None
+    assert len(ParallelModule.sampler(pm, torch.utils.data.TensorDataset(X))) == 4

@@ -186,7 +186,7 @@ def test_the_models_methods_and_attributes() -> None:
     model = Trainer()
     pm: Any = autopar.parallelize(model, 1, X)
     assert pm.width == 4 and len(pm.held) == 1 and not hasattr(pm, "nothing")
-    with pytest.raises(RunError, match=r"Trainer.training_step\(\) computes with parameters that were gathered for it"):
+    with pytest.raises(RunError, match=r"Trainer.training_step\(\) gives a tensor with a gradient[^$]*model.net = "):
         pm.training_step(X)
     assert pm.module is pm
     with pm.no_sync():
@@ -261,3 +261,43 @@ def test_what_is_registered_as_none_is_none() -> None:
         assert list(each.state_dict()) == ["inner.weight"] and list(dict(each.named_modules())) == ["", "inner"]
         each.load_state_dict(Bare().state_dict())
         assert float(each(X)) > 0
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+def test_another_parameter_that_the_program_would_not_read_is_refused() -> None:
+    tokens = torch.arange(6)
+    model: Any = Tied()
+    autopar.parallelize(model, 1, tokens)
+    before = model(tokens)
+    model.head.weight = model.embed.weight  # tied again
+    for owner, said in ((model.head, "head.weight.*tied to embed.weight"), (model.embed, "embed.weight.*tied to head")):
+        with pytest.raises(RunError, match=f"parameter '{said}"):
+            owner.weight = nn.Parameter(torch.zeros(6, 4))
+        with pytest.raises(RunError, match=f"parameter '{said}"):
+            owner.register_parameter("weight", nn.Parameter(torch.zeros(6, 4)))
+    assert model.head.weight is model.embed.weight and torch.equal(model(tokens), before)
+    with pytest.raises(RuntimeError, match="without assign=True"):
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    bias = model.head.bias.detach().clone()
+    model.head.bias = nn.Parameter(bias + 1)  # the program reads it
+    torch.testing.assert_close(model(tokens), before + 1)
+
+
+def test_a_parameter_set_to_none_is_refused() -> None:
+    model: Any = Tied()
+    autopar.parallelize(model, 1, torch.arange(6))
+    for sets in (lambda: setattr(model.head, "bias", None), lambda: model.head.register_parameter("bias", None)):
+        with pytest.raises(RunError, match=r"parameter 'head.bias' of a parallel module was set to None"):
+            sets()
+    model.head._parameters["bias"] = None
+    with pytest.raises(RunError, match=r"parameter 'head.bias' was set to None or taken out of the model"):
+        model(torch.arange(6))

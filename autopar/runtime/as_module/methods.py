@@ -84,8 +84,9 @@ def _once(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], call
         if lost:
             raise RunError(
                 f"{shown}() has left gradients or hooks on {first_few(lost)}, whole copies of which were gathered for "
-                "it, so the parallel module does not have them: compute gradients by calling the module, and register "
-                "hooks on pm's parameters"
+                "it, so the parallel module does not have them: call the model and backward() outside of the method, "
+                "or parallelize the inner network alone (model.net = autopar.parallelize(model.net, ...)); and "
+                "register hooks on the model's parameters"
             )
         after = {name: param.requires_grad for name, param in run.user.params.items()}
         moves = [Move(leaf, run.user.params) for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)]
@@ -117,9 +118,11 @@ def _check_leaves(shown: str, leaves: Collection[Any], of_the_model: Collection[
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and _leads_to(leaf, of_the_model):
             raise RunError(
-                f"{shown}() computes with parameters that were gathered for it, so gradients of what it gives would "
-                "not reach the parallel module: call it under torch.no_grad(), or parallelize a module whose forward "
-                "does what it does"
+                f"{shown}() gives a tensor with a gradient, which would not reach the parameters: the program is what "
+                "forward computes, and any other method runs as it is written, on whole copies of them\n"
+                "  call the model and compute the loss outside, or pass loss_fn= to parallelize; or parallelize the "
+                "inner network and keep the module with this method around it: model.net = "
+                "autopar.parallelize(model.net, ...); for values only, call it under torch.no_grad()"
             )
         if (inspect.isroutine(leaf) and not inspect.isbuiltin(leaf)) or isinstance(leaf, functools.partial | Iterator):
             raise RunError(

@@ -27,6 +27,12 @@ _NAME = "_autopar_name"
 class OldParameter(torch.nn.Parameter):
     """A parameter that a parallel module has replaced by another one. It has a shape, and no values."""
 
+    @property
+    def name_in_model(self) -> str:
+        """Its name in the model that was parallelized."""
+        name: str = self.__dict__[_NAME]
+        return name
+
     @staticmethod
     def make(param: torch.nn.Parameter, name: str) -> None:
         """Turn a parameter into one."""

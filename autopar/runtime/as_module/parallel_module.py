@@ -204,6 +204,17 @@ class ParallelModule(Derived):
             raise AttributeError(f"a parallel module has no '{name}', which is DistributedDataParallel's: {instead}")
         return super().__getattr__(name)
 
+    def __setattr__(self, name: str, value: PyTree) -> None:
+        own = inspect.getattr_static(ParallelModule, name, None)
+        if isinstance(own, property) and own.fset is None:
+            kind = self._autopar.kind.__name__
+            has = name in vars(self)
+            raise RunError(
+                f"{name} of a parallel module cannot be set, for it is what autopar tells of it: call yours otherwise"
+                + (f"; the {kind}'s, which forward reads, is set by vars(model)['{name}']" if has else "")
+            )
+        super().__setattr__(name, value)
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context as DistributedDataParallel has for adding up gradients; it does nothing.
 
@@ -358,17 +369,29 @@ class ParallelModule(Derived):
 
 def parallel(run: ParallelRun) -> Any:
     """Turn the user's module into a parallel one, and return it."""
+    pm = derive(run)
+    run.user.free(run.device)
+    return pm
+
+
+def derive(run: ParallelRun) -> Any:
+    """Give the user's module the class of a parallel one, and return it; ``run.user.restore()`` undoes that."""
     kind = type(run.module)
     own = {*dir(ParallelModule)} - {*dir(torch.nn.Module()), "_autopar"}
     both = sorted(own & {*dir(kind), *vars(run.module), *run.module._modules, *run.user.params, *run.user.buffers})
     both = [name for name in both if not name.startswith("_")]
+    if kind.compile is not torch.nn.Module.compile or "compile" in {*vars(run.module), *run.module._modules}:
+        both = sorted([*both, "compile"])
+    kept = [name for name in both if name in vars(run.module) and callable(getattr(ParallelModule, name))]
     run.user.derive(run, (ParallelModule, _names_of_whole), (Part, names_of_part))
     if both and not (dist.is_initialized() and dist.get_rank()):
         warnings.warn(
             f"{kind.__name__} and the parallel module both have attributes called {', '.join(both)}: of the parallel "
             "module they are its own. The program reads the model's; its tensors and submodules of these names are in "
-            "named_parameters(), named_buffers() and named_modules(); or rename them",
-            stacklevel=2,
+            "named_parameters(), named_buffers() and named_modules(); or rename them"
+            + (f"\n  {', '.join(kept)}, which the object itself has, stay the model's: the other one is called as "
+               f"autopar.ParallelModule.{kept[0]}(model, ...)" if kept else ""),
+            stacklevel=3,
         )
     return run.module
 

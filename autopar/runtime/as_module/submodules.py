@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.errors import RunError
+from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.left_attributes import refuse_left
 from autopar.runtime.as_module.methods import freeze_alike, is_called_by_program, method_of
 from autopar.runtime.as_module.statistics_anew import BATCH_NORMS, momentum_of, reset, set_momentum
@@ -74,7 +74,7 @@ class Derived(torch.nn.Module):
                 value is not None and any(self.__dict__[table].get(name, self) is None for table in REGISTERED)
             ):  # fmt: skip
                 _refuse_replacing(self, at, name, value)
-            elif name in self._modules:
+            elif name in self._modules or name in self._parameters:
                 _refuse_replacing(self, at, name, value)
             elif callable(value) and name in (methods_of(at.kind) if at is run else dir(at.kind)):
                 raise RunError(
@@ -98,6 +98,9 @@ class Derived(torch.nn.Module):
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """Refuse what the program does not have."""
+        at = place_of(self)
+        if at is not None and self._parameters.get(name) is not None:
+            _refuse_replacing(self, at, name, param)
         _refuse_registering(self, name, param)
         super().register_parameter(name, param)
 
@@ -152,18 +155,46 @@ def _refuse_replacing(module: torch.nn.Module, at: Any, name: str, value: PyTree
         RunError: it says what to do.
     """
     had = next((module.__dict__[table][name] for table in REGISTERED if name in module.__dict__[table]), module)
-    if had is value or (isinstance(had, torch.nn.Parameter) and isinstance(value, torch.nn.Parameter | None)):
-        return  # whether another parameter fits is seen in the next call
+    if had is value:
+        return
+    label = f"{at.path}.{name}" if at.path else name
+    if isinstance(value, torch.nn.Parameter) and label in at.run.user.params:
+        _check_other_parameter(at.run, label, value, had is module)
+        return  # whether it fits is seen in the next call
+    if value is None and isinstance(had, torch.nn.Parameter):
+        raise RunError(
+            f"parameter '{label}' of a parallel module was set to None, and the program, which was captured as a "
+            f"whole, reads it; change the model before parallelize, or {AGAIN}"
+        )
     is_new = had is module and name != "__class__"
     if is_new and not issubclass(at.kind, _CONTAINERS) and name != "parametrizations":
         return  # forward does not read it
-    label = f"{at.path}.{name}" if at.path else name
     what = "added" if is_new else "set, which is None in the model" if had is None else "replaced"
     by = f" by a {type(value).__name__}" if isinstance(value, torch.nn.Module) and what == "replaced" else ""
     kind = "module " if isinstance(value, torch.nn.Module) else ""
     raise RunError(
         f"{kind}'{label}' of a parallel module was {what}{by}: the program was captured as a whole and would go on "
         f"without it; change the model before parallelize, or {AGAIN}"
+    )
+
+
+def _check_other_parameter(run: Any, name: str, value: torch.nn.Parameter, is_elsewhere: bool) -> None:
+    """Refuse another parameter where the program would not read it.
+
+    Raises:
+        RunError: it is tied, and the program reads one value for all its names; or other ranks of a pipeline have it.
+    """
+    tied = [other for other, param in run.user.params.items() if other != name and param is run.user.params[name]]
+    stored = run.registered()
+    if (not tied and not is_elsewhere) or any(stored.get(other) is value for other in tied):
+        return
+    why = f"is tied to {first_few(tied)}: the program reads one value for all of these names" if tied else (
+        "is in a stage of other ranks, which a new one on this rank would not reach"
+    )  # fmt: skip
+    raise RunError(
+        f"parameter '{name}' of a parallel module was replaced by another one, and it {why}\n"
+        "  copy values into the one that there is (under torch.no_grad(), or by load_state_dict without assign=True); "
+        f"or change the model before parallelize, or {AGAIN}"
     )
 
 

@@ -34,6 +34,8 @@ Base = tuple[type, Callable[[type], dict[str, Any]]]
 """A class from which others are derived, and what these have of their own."""
 _derived: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
 
+_parallel: weakref.WeakSet[UserModule] = weakref.WeakSet()
+
 
 class PlaceOfPart:
     """Where a submodule of a parallel module is: in which run, and under which path."""
@@ -111,12 +113,24 @@ class UserModule:
             each.module.__dict__.update(each.stored)
 
     def restore(self) -> None:
-        """Put the module's attributes back: the module was not parallelized."""
+        """Put the module's class and attributes back: the module was not parallelized. Not after :meth:`free`."""
         for each in self.modules:
+            each.module.__dict__.pop(PLACE, None)
+            if type(each.module) is not each.kind:
+                object.__setattr__(each.module, "__class__", each.kind)
             each.module.__dict__.update(each.written)
 
+    @contextlib.contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Let the module be made parallel in this scope; after an error it is as it was."""
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
+
     def derive(self, run: Any, whole: Base, part: Base) -> None:
-        """Give the module and its submodules derived classes, and free the old parameters.
+        """Give the module and its submodules derived classes.
 
         Args:
             run: is to be reached from the module.
@@ -130,10 +144,14 @@ class UserModule:
                 for key in each.written[table]:  # in the order of the user's
                     if key in stored:
                         stored[key] = stored.pop(key)
-        self._replace_meta(run.device)
         for each in self.modules:
             object.__setattr__(each.module, "__class__", each.derived)
             each.module.__dict__[PLACE] = run if not each.path else PlaceOfPart(run, each.path, each.kind)
+
+    def free(self, device: torch.device) -> None:
+        """Free the old parameters and buffers, which refuse any use from now on; the stored ones are on ``device``."""
+        _parallel.add(self)
+        self._replace_meta(device)
         self._free_buffers()
         for param in {id(p): p for p in self.params.values()}.values():
             self._free(param)
@@ -313,3 +331,12 @@ def written_class(module: torch.nn.Module) -> type:
     """Return the class that the user gave a module, also where it is parallel."""
     place: Any = module.__dict__.get(PLACE)
     return type(module) if place is None else place.kind
+
+
+def names_in_parallel_models() -> dict[int, str]:
+    """Return, by ids of the parameters that parallel models train, their names there."""
+    return {
+        id(param): f"{each.path}.{key}" if each.path else key
+        for user in _parallel if not user.is_written
+        for each in user.modules for key, param in each.module._parameters.items()
+    }  # fmt: skip

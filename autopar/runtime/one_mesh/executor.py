@@ -102,11 +102,8 @@ class MeshRun(ParallelRun):
         placing.parameters()
         buffers = placing.registered_buffers()
         self.user.store()
-        try:
+        with self.user.restored_on_error():
             self.run_stage(captured, Stage(captured.graph, plan.only(), device_mesh, self, buffers))
-        except BaseException:
-            self.user.restore()
-            raise
 
     def run_stage(self, captured: Captured, stage: Stage) -> None:
         """Run another program from now on.

@@ -247,8 +247,12 @@ class HeldParam:
 
     def bind(self) -> bool:
         """Follow the stored parameter; whether the leaf is a new tensor, which nobody hears of yet."""
-        param, before = self.owner._parameters[self.key], self.leaf
-        assert param is not None
+        param, before = self.owner._parameters.get(self.key), self.leaf
+        if param is None:
+            raise RunError(
+                f"parameter '{self.name}' was set to None or taken out of the model, and the program reads it: put it "
+                "back, or change the model before parallelize"
+            )
         local = param._local_tensor if isinstance(param, DTensor) else param
         plain, wanted = local is param, param.requires_grad
         if wanted and param.grad_fn is not None:

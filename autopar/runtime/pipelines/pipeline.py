@@ -127,16 +127,13 @@ class PipelineRun(ParallelRun):
             placing.parameters()
         buffers = {s: placing.registered_buffers() for s, placing in placings.items()}
         self.user.store()
-        try:
+        with self.user.restored_on_error():
             self.stages = {
                 s: Stage(self.parts[s].graph, plan.stages[s], meshes[s], self, buffers[s]) for s in placings
             }
-        except BaseException:
-            self.user.restore()
-            raise
-        self.lines, self.first_tied = (here.wires, here.tied), here.tied
-        self.works, self.unfinished, self.spans = {}, Unfinished(), None
-        self.work = pipeline_programs.work_of(self, plan.microbatches)
+            self.lines, self.first_tied = (here.wires, here.tied), here.tied
+            self.works, self.unfinished, self.spans = {}, Unfinished(), None
+            self.work = pipeline_programs.work_of(self, plan.microbatches)
 
     def take_local_batch(self, without: frozenset[str]) -> None:
         """Call every rank with its own rows from now on; inputs of the names in ``without`` have none."""
