@@ -261,3 +261,17 @@ def test_what_is_registered_as_none_is_none() -> None:
         assert list(each.state_dict()) == ["inner.weight"] and list(dict(each.named_modules())) == ["", "inner"]
         each.load_state_dict(Bare().state_dict())
         assert float(each(X)) > 0
+
+
+def test_what_records_or_transforms_the_model_is_refused() -> None:
+    pm: Any = autopar.parallelize(Net(), 1, X)
+    with pytest.raises(RunError, match=r"torch.export of a parallel module: .* copy"):
+        torch.export.export(pm, (X,))
+    with pytest.raises(RunError, match=r"torch.fx.symbolic_trace of a parallel module: .* copy"):
+        torch.fx.symbolic_trace(pm)
+    given = {name: param.detach() for name, param in pm.named_parameters()}
+    with pytest.raises(RunError, match=r"called within torch.func \(vmap, grad, jvp, jacrev\).* copy"):
+        torch.func.grad(lambda params: torch.func.functional_call(pm, params, (X,)))(given)
+    with pytest.raises(RunError, match="qconfig of the Net was set, with which torch"):
+        torch.ao.quantization.quantize_dynamic(pm, {nn.Linear})
+    pm(X).backward()
