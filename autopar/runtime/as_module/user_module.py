@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.without_values import expanded, laid_out_as
 from autopar.errors import RunError
-from autopar.runtime.as_module.old_parameters import OldParameter
+from autopar.runtime.as_module.old_parameters import OldParameter, refuse_backward
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -136,6 +136,8 @@ class UserModule:
             each.module.__dict__[PLACE] = run if not each.path else PlaceOfPart(run, each.path, each.kind)
         self._free_buffers()
         for param in {id(p): p for p in self.params.values()}.values():
+            if param.requires_grad:
+                refuse_backward(param, self.names[id(param)])
             self._free(param)
 
     def _free_buffers(self) -> None:
