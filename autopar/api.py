@@ -21,7 +21,7 @@ from autopar.comparison.draws_of_eager import check_draws
 from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
 from autopar.comparison.same_model import check_capture, check_same_model
-from autopar.errors import CaptureError, ClusterError, PlanError
+from autopar.errors import CaptureError, ClusterError, PlanError, first_few
 from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether
 from autopar.parallelizing.call_examples import example_of, split_example, split_inputs
@@ -481,6 +481,14 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             where = device_mesh.device_type if device_mesh is not None else all_ranks.device_type_of(model)
             all_ranks.on_all(group, lambda: check_draws(one, model, first(1), rows, where))
         device_type = all_ranks.device_type_of(model)
+        gradients = [name for name, param in model.named_parameters() if param.grad is not None]
+        if gradients and dist.get_rank(group) == 0:
+            warnings.warn(
+                f"{first_few(gradients)} of the model have gradients, which are dropped: its parameters are replaced "
+                "by new ones, and gradients of these begin at zero; call parallelize before backward(), or zero_grad() "
+                "before parallelize",
+                stacklevel=2,
+            )
         run = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init, random=random)
         with run.user.restored_on_error():
             run.told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)

@@ -65,6 +65,9 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_ten
 # The ``torch.compile`` callback within which a parallel module is called.
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as callers_compiler
 
+# True of a tensor that vmap, grad or the like hands to the function.
+from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
+
 # The device and dtype in the arguments of ``module.to``.
 from torch._C._nn import _parse_to as arguments_of_to  # type: ignore[attr-defined]
 
@@ -111,6 +114,9 @@ from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 # --- tracing ---------------------------------------------------------------------------------------------------------
 # Graph modules are not compiled into Python code before somebody runs them.
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
+
+# True inside torch.fx.symbolic_trace.
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing as fx_traces
 
 # The proxy of a module's attribute in a trace, and the tracer that enters modules.
 from torch.fx.experimental.proxy_tensor import _AttrProxy as AttributeProxy
@@ -588,11 +594,11 @@ __all__ = [
     "assert_async", "autograd_engine", "backend_named", "below_autograd", "caller_that_loads", "callers_compiler",
     "compiled_functions_run_as_they_are", "compiler_traces", "current_backward", "data_of_tensors", "default_store",
     "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
-    "functional_collectives", "functorch_apis", "functorch_is_active", "functorch_transforms",
+    "functional_collectives", "functorch_apis", "functorch_is_active", "functorch_transforms", "fx_traces",
     "generate_redistribute_costs", "group_names", "group_of_axis", "grouped_product", "has_kernel", "has_other_groups",
-    "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules",
-    "local_tensor_mode", "make_wrapper_subclass", "module_at", "modules_found_by_name", "no_dispatch_modes",
-    "options_of_compiler", "places_in_masks", "plainly", "preserve_version_counter", "pytree", "reached",
-    "return_and_correct_aliasing", "safe_softmax", "scripted_functions_run_in_python", "timeout_of_world",
+    "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "is_transformed", "keeps_graph",
+    "lazy_graph_modules", "local_tensor_mode", "make_wrapper_subclass", "module_at", "modules_found_by_name",
+    "no_dispatch_modes", "options_of_compiler", "places_in_masks", "plainly", "preserve_version_counter", "pytree",
+    "reached", "return_and_correct_aliasing", "safe_softmax", "scripted_functions_run_in_python", "timeout_of_world",
     "top_saved_tensors_hooks", "unset_fake_temporarily",
 ]  # fmt: skip

@@ -69,10 +69,10 @@ def laid_out_as(parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Ten
     return new.copy_(value)
 
 
-def expanded(parameter: torch.nn.Parameter) -> torch.Tensor:
+def expanded(parameter: torch.nn.Parameter, device: torch.device | None = None) -> torch.Tensor:
     """Return one value in the shape of a parameter, which a trace lays out as the parameter was at first."""
     _STRIDES.setdefault(parameter, parameter.stride())
-    return parameter.detach().new_zeros(()).expand(parameter.shape)
+    return parameter.detach().new_zeros((), device=device or parameter.device).expand(parameter.shape)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState
@@ -22,6 +23,7 @@ from accelerate.state import AcceleratorState
 from autopar.integrations.accelerator import Accelerator
 from autopar.integrations.first_call import ParallelOnFirstCall
 from autopar.integrations.one_process import tell_ranks, without_launcher
+from autopar.runtime.as_module.run import run_of
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict
 from autopar.runtime.checkpoints.saving import save
 from autopar.words.trees import PyTree
@@ -32,8 +34,8 @@ _DEVICES = "_setup_devices"
 class Trainer(transformers.Trainer):
     """transformers' Trainer on several ranks.
 
-    The other arguments are those of ``transformers.Trainer``. After ``train()`` the model that was passed has the
-    trained weights, on every rank.
+    The other arguments are those of ``transformers.Trainer``. The model that is passed becomes the parallel module at
+    the first step of ``train()``.
 
     Args:
         parallel: options of :func:`autopar.parallelize`, such as ``{"constraints": ...}``; ``mesh`` is the number of
@@ -105,18 +107,6 @@ class Trainer(transformers.Trainer):
         finally:
             self._shows_prepared = before
 
-    def train(self, *args: PyTree, **kwargs: PyTree) -> Any:
-        """Train the model; see ``transformers.Trainer.train``."""
-        result = super().train(*args, **kwargs)
-        self._to_model()
-        return result
-
-    def _to_model(self) -> None:
-        """Copy the trained weights to the passed model."""
-        if self._prepared is not None:
-            state = full_state_dict(self._prepared.now, all_ranks=True)  # type: ignore[arg-type]
-            self._given.load_state_dict(state, strict=False)  # it lacks buffers that are not saved
-
     def evaluation_loop(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Evaluate the model; see ``transformers.Trainer.evaluation_loop``."""
         with self._showing(prepared=True):
@@ -128,11 +118,13 @@ class Trainer(transformers.Trainer):
             return int(super().floating_point_ops(inputs))
 
     def _load_best_model(self) -> None:
-        self._to_model()  # adapters are loaded in addition to its state_dict
-        with self._showing(prepared=False):
-            super()._load_best_model()
-        if self._prepared is not None:
-            self._prepared.load_state_dict(self._given.state_dict())
+        prepared = self._prepared
+        state = full_state_dict(prepared.now, all_ranks=True) if prepared is not None else None  # type: ignore[arg-type]
+        with self._showing(prepared=False), self._as_written(state):
+            super()._load_best_model()  # in place, in addition to what is there: adapters alone, or all
+            best = {name: value.detach().clone() for name, value in self._given.state_dict().items()}
+        if prepared is not None:
+            prepared.load_state_dict(best)
 
     # -- files
 
@@ -141,9 +133,16 @@ class Trainer(transformers.Trainer):
         prepared = self._prepared
         state = full_state_dict(prepared.now) if prepared is not None else None  # type: ignore[arg-type]
         if self.args.should_save:
-            with self._showing(prepared=False):
+            with self._showing(prepared=False), self._as_written(state):
                 self._save(output_dir or self.args.output_dir, state_dict=state)
         _wait()
+
+    def _as_written(self, state: Mapping[str, torch.Tensor] | None) -> contextlib.AbstractContextManager[Any]:
+        """Make the passed model, in this scope, what its user wrote: its methods run on this rank alone."""
+        if state is None:
+            return contextlib.nullcontext()
+        assert self._prepared is not None
+        return run_of(self._prepared.now).user.as_written(state, captures=False)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir)

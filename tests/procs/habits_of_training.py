@@ -466,13 +466,13 @@ def wrapped_by_ddp(model: Any, given: Batch) -> Any:
     nn.parallel.DistributedDataParallel(model)
 
 
-@refused("RunError|CaptureError|AutoparError")
+@refused("RunError: a parallel module was called within torch.func .*copy of the model")
 def gradients_by_functional_calls(model: Any, given: Batch) -> Any:
     parameters = {n: p.detach() for n, p in model.named_parameters()}
     torch.func.grad(lambda p: torch.func.functional_call(model, p, given))(parameters)
 
 
-@refused("RunError|CaptureError|AutoparError")
+@refused("RunError: a parallel module was called within torch.func .*copy of the model")
 def gradients_of_each_row(model: Any, given: Batch) -> Any:
     torch.func.vmap(lambda x, y: model(x[None], y[None]))(*given)
 
@@ -485,6 +485,21 @@ def traced(model: Any, given: Batch) -> Any:
 @refused("RunError: torch.jit.script of a parallel module: .*script a copy of the model")
 def scripted(model: Any, given: Batch) -> Any:
     torch.jit.script(model)
+
+
+@refused("RunError: torch.export of a parallel module: .*give it a copy of the model")
+def exported(model: Any, given: Batch) -> Any:
+    torch.export.export(model, given)
+
+
+@refused("RunError: torch.fx.symbolic_trace of a parallel module: .*give it a copy of the model")
+def traced_by_fx(model: Any, given: Batch) -> Any:
+    torch.fx.symbolic_trace(model)
+
+
+@refused("RunError: qconfig of .* was set, with which torch.ao.quantization begins")
+def quantized_afterwards(model: Any, given: Batch) -> Any:
+    torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
 
 
 @refused("RunError: weight_orig of 'first' was registered on a parallel module: .*would go on")

@@ -114,6 +114,17 @@ def called(how: str, keeps: bool) -> list[Any]:
     return results
 
 
+def parts_called_alone(how: str) -> tuple[float, list[str]]:
+    """Parts, of this stage and of others, with and without gradients: the same on every rank."""
+    model = Speaker()
+    alone = copy.deepcopy(model)
+    pm = spread(model, how)
+    hidden = alone.embed(batch()[0]).detach()
+    with torch.no_grad():
+        worst = max(difference(pm.embed(batch()[0]), hidden), difference(pm.head(hidden), alone.head(hidden)))
+    return worst, [said(lambda: pm.embed(batch()[0])), said(lambda: pm.head(hidden))]
+
+
 def refused(keeps: bool) -> list[str]:
     """What cannot be honoured, and that the module goes on."""
     model = Speaker()

@@ -15,6 +15,7 @@ from autopar.runtime.ranks.launch import run_local
 CALLS: dict[str, tuple[Any, ...]] = {
     **{f"{how} {keeps}": ("called", how, keeps) for how in ("tensor", "zero", "pipeline") for keeps in (True, False)},
     **{f"trained {how}": ("trained", how) for how in ("tensor", "zero", "pipeline")},
+    **{f"parts {how}": ("parts_called_alone", how) for how in ("zero", "pipeline")},
     "refused True": ("refused", True), "refused False": ("refused", False),
 }  # fmt: skip
 
@@ -36,6 +37,14 @@ def test_methods_run_with_the_values_that_the_module_has(found: list[dict[str, A
 @pytest.mark.parametrize("how", [key for key, (name, *_) in CALLS.items() if name == "trained"])
 def test_what_methods_make_is_of_the_parallel_module(found: list[dict[str, Any]], how: str) -> None:
     assert all(rank[how] < 1e-9 for rank in found)
+
+
+@pytest.mark.parametrize("how", ["zero", "pipeline"])
+def test_a_part_gives_values_on_every_rank_and_refuses_gradients(found: list[dict[str, Any]], how: str) -> None:
+    for worst, texts in (rank[f"parts {how}"] for rank in found):
+        assert worst < 1e-12
+        for path, text in zip(("embed", "head"), texts, strict=True):
+            assert f"'{path}' of a parallel module cannot be called alone with gradients" in text and "loss_fn=" in text
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -197,3 +197,22 @@ def test_it_is_parallelized_once() -> None:
     model, _ = made()
     with pytest.raises(autopar.CaptureError, match="is a parallel module already"):
         autopar.parallelize(model, 1, X)
+
+
+def test_gradients_of_before_are_dropped_with_a_warning() -> None:
+    model = Net()
+    model(X).sum().backward()
+    with pytest.warns(UserWarning, match="0.weight, 0.bias, .* have gradients, which are dropped"):
+        autopar.parallelize(model, 1, X)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_backward_of_a_call_before_is_refused() -> None:
+    model = Net()
+    before = model(X).sum()
+    autopar.parallelize(model, 1, X)
+    with pytest.raises(RunError, match=r"backward\(\) of what was computed before parallelize, with parameter '2.bias'"):
+        before.backward()
+    model(X).sum().backward()
+    model(X[:2]).sum().backward()  # captured again
+    assert model[0].weight.grad is not None

@@ -301,3 +301,17 @@ def test_a_parameter_set_to_none_is_refused() -> None:
     model.head._parameters["bias"] = None
     with pytest.raises(RunError, match=r"parameter 'head.bias' was set to None or taken out of the model"):
         model(torch.arange(6))
+
+
+def test_what_records_or_transforms_the_model_is_refused() -> None:
+    pm: Any = autopar.parallelize(Net(), 1, X)
+    with pytest.raises(RunError, match=r"torch.export of a parallel module: .* copy"):
+        torch.export.export(pm, (X,))
+    with pytest.raises(RunError, match=r"torch.fx.symbolic_trace of a parallel module: .* copy"):
+        torch.fx.symbolic_trace(pm)
+    given = {name: param.detach() for name, param in pm.named_parameters()}
+    with pytest.raises(RunError, match=r"called within torch.func \(vmap, grad, jvp, jacrev\).* copy"):
+        torch.func.grad(lambda params: torch.func.functional_call(pm, params, (X,)))(given)
+    with pytest.raises(RunError, match="qconfig of the Net was set, with which torch"):
+        torch.ao.quantization.quantize_dynamic(pm, {nn.Linear})
+    pm(X).backward()

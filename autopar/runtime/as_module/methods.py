@@ -49,13 +49,15 @@ def method_of(name: str, written: Callable[..., Any]) -> Callable[..., Any]:
 def is_called_by_program(part: torch.nn.Module) -> bool:
     """Return whether a submodule has no tensors, or those that a program has given it for a user's autograd.Function.
 
-    Such a Function calls modules itself (:func:`autopar.rules.function.swapped`).
+    Such a Function calls modules itself (:func:`autopar.rules.function.swapped`). In a pipeline other ranks may have
+    a submodule's tensors.
     """
     tensors = [x for m in part.modules() for table in (m._parameters, m._buffers) for x in table.values()]
     held = [x for m in part.modules() for x in m._parameters.values() if x is not None]
     if any(x is not None for x in tensors):
         return any(not isinstance(x, torch.nn.Parameter) for x in held)
-    return True
+    at: Any = part.__dict__["_autopar"]
+    return not any(name.startswith(f"{at.path}.") for name in (*at.run.user.params, *at.run.user.buffers))
 
 
 def _once(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], call: Callable[[], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -22,6 +23,21 @@ _TELL_FORM = frozenset({
 })  # fmt: skip
 """Functions that do."""
 _NAME = "_autopar_name"
+
+
+def refuse_backward(param: torch.nn.Parameter, name: str) -> None:
+    """Let a backward of what was computed with a parameter raise an error once that is an old one."""
+    held = weakref.ref(param)
+
+    def refuse(_: Any) -> None:
+        if type(held()) is OldParameter:
+            raise RunError(
+                f"backward() of what was computed before parallelize, with parameter {name!r}: parallelize has "
+                "replaced it by another one, which this gradient would not reach; call the model again, and "
+                "backward() of that"
+            )
+
+    torch.autograd.graph.get_gradient_edge(param).node.register_prehook(refuse)  # of the graphs that hold it
 
 
 class OldParameter(torch.nn.Parameter):

@@ -26,6 +26,7 @@ from autopar.runtime.batches.row_sampler import RowSampler
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from autopar.runtime.parameters.dtensor_fixes import note_state
 from autopar.runtime.stages.compiled import ITSELF, compile_programs, compiled_as_callers
+from autopar.torch_private import functorch_is_active, fx_traces, is_transformed, pytree
 from autopar.words.trees import PyTree
 
 _WRAPPERS = {
@@ -70,6 +71,8 @@ class ParallelModule(Derived):
                 different copies of a parameter, which they compare in the first three calls and now and then
                 (:mod:`autopar.runtime.batches.same_batch`); or a pipeline is in training mode.
         """
+        if functorch_is_active():
+            _check_transformed(self, (args, kwargs))
         return self._autopar.forward(*args, **kwargs)
 
     @compiled_as_callers
@@ -231,6 +234,20 @@ class ParallelModule(Derived):
         """
         params = list(super().parameters(recurse))
         yield from params or ([] if self._autopar.leads is None else [_in_stages(self, "parameters").no_parameter])
+
+    def named_modules(self, *args: PyTree, **kwargs: PyTree) -> Iterator[tuple[str, torch.nn.Module]]:  # type: ignore[override]
+        """Yield the submodules by name, as the model does.
+
+        Raises:
+            RunError: ``torch.export`` or ``torch.fx.symbolic_trace`` asks, which begin so.
+        """
+        if torch.compiler.is_exporting() or fx_traces():
+            what = "torch.export" if torch.compiler.is_exporting() else "torch.fx.symbolic_trace"
+            raise RunError(
+                f"{what} of a parallel module: it computes with this rank's shards and collectives; give it a copy of "
+                "the model, made before parallelize, with the weights that autopar.full_state_dict(model) gives"
+            )
+        return super().named_modules(*args, **kwargs)
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Any:
         """Call ``fn`` with each submodule, on all ranks.
@@ -404,6 +421,24 @@ def _names_of_whole(kind: type) -> dict[str, Any]:
         "forward": _with_signature(ParallelModule.forward, kind),
         "__call__": torch.nn.Module.__call__,  # which the user's own may not do once more
     }
+
+
+def _check_transformed(pm: ParallelModule, call: PyTree) -> None:
+    """Refuse what torch.func hands over: parameters on any number of ranks, inputs on several.
+
+    Raises:
+        RunError: it says what to do.
+    """
+    given = [tensor for tensor in pytree.tree_leaves(call) if isinstance(tensor, torch.Tensor)]
+    if any(map(is_transformed, pm.parameters())) or (
+        pm._autopar.world is not None and any(map(is_transformed, given))
+    ):
+        raise RunError(
+            "a parallel module was called within torch.func (vmap, grad, jvp, jacrev), which its program cannot be: "
+            "its parameters and collectives are this rank's. Call it on the whole batch and backward() or "
+            "torch.autograd.grad, use torch.func in the model's forward or in loss_fn=, or with a copy of the model "
+            "made before parallelize"
+        )
 
 
 def _on_one_mesh(pm: ParallelModule, name: str) -> Any:

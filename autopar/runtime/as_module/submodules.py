@@ -76,6 +76,13 @@ class Derived(torch.nn.Module):
                 _refuse_replacing(self, at, name, value)
             elif name in self._modules or name in self._parameters:
                 _refuse_replacing(self, at, name, value)
+            elif name == "qconfig" and name not in vars(self):
+                raise RunError(
+                    f"{_label(at, name)} was set, with which torch.ao.quantization begins: it puts other modules in "
+                    "the place of the model's, and the program would go on without them\n"
+                    "  quantize a copy of the model, made before parallelize, with the weights that "
+                    "autopar.full_state_dict(model) gives"
+                )
             elif callable(value) and name in (methods_of(at.kind) if at is run else dir(at.kind)):
                 raise RunError(
                     f"{_label(at, name)} was replaced on a parallel module: the program was captured as a whole and "

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.without_values import expanded, laid_out_as
 from autopar.errors import RunError
-from autopar.runtime.as_module.old_parameters import OldParameter
+from autopar.runtime.as_module.old_parameters import OldParameter, refuse_backward
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -154,6 +154,8 @@ class UserModule:
         self._replace_meta(device)
         self._free_buffers()
         for param in {id(p): p for p in self.params.values()}.values():
+            if param.requires_grad:
+                refuse_backward(param, self.names[id(param)])
             self._free(param)
 
     def _free_buffers(self) -> None:
@@ -183,9 +185,9 @@ class UserModule:
                 self.kinds[id(new[id(param)])] = torch.nn.Parameter
                 OldParameter.make(param, self.names[id(param)])
 
-    def _free(self, param: torch.nn.Parameter) -> None:
+    def _free(self, param: torch.nn.Parameter, device: torch.device | None = None) -> None:
         param.grad = None
-        param.data = expanded(param)
+        param.data = expanded(param, device)
         OldParameter.make(param, self.names[id(param)])
 
     @contextlib.contextmanager
@@ -196,7 +198,7 @@ class UserModule:
         """Restore the module as its user wrote it in this scope: class, own parameters, buffers and hooks.
 
         Args:
-            values: whole values by name; parameters that have none have their shapes only.
+            values: whole values by name, on any device; parameters that have none have their shapes only.
             requires_grad: whether parameters want gradients; by default as when it was parallelized.
             captures: it is captured, so attributes that its forward sets are as when it was parallelized.
 
@@ -215,12 +217,13 @@ class UserModule:
                 name = f"{each.path}.{key}" if each.path else key
                 whole = values.get(name, None if isinstance(stored, DTensor) else stored)
                 if whole is not None and key in buffers:
-                    buffers[key] = whole.detach().clone()
+                    buffers[key] = whole.detach().to(buffers[key].device, copy=True)
             for param in written["_parameters"].values():
                 if type(param) is OldParameter:
                     param.__class__ = self.kinds[id(param)]  # type: ignore[assignment]
             each.module.__dict__.update(written)
             object.__setattr__(each.module, "__class__", each.kind)
+        devices = {id(param): param.device for param in self.params.values()}
         for name, param in self.params.items():
             if self.names[id(param)] == name:
                 param.__class__ = self.kinds[id(param)]
@@ -251,7 +254,7 @@ class UserModule:
                 object.__setattr__(each.module, "__class__", each.derived)
             self._free_buffers()
             for param in {id(p): p for p in self.params.values()}.values():
-                self._free(param)
+                self._free(param, devices[id(param)])
 
     @contextlib.contextmanager
     def as_captured(self) -> Iterator[None]:
