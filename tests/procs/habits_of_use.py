@@ -1424,3 +1424,53 @@ def a_validation_in_inference_mode() -> None:
             module(x[:rows]).square().sum().backward()
             eager(x[:rows]).square().sum().backward()
         same_gradients(module, eager)
+
+
+class TwoNames(nn.Module):
+    """Its first layer and its last but one have one weight, in two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mse(self.last(self.second(torch.tanh(self.first(x)))), y)
+
+
+@case
+def another_parameter_in_place_of_a_tied_one_or_of_one_of_other_ranks() -> None:
+    """The program would not read it, so it is refused: the tied one on all ranks, the other where it is not held."""
+    for options in ({"mesh": 2}, {"mesh": 2, "stages": 2, "microbatches": 2, "cuts": ["second"]}):
+        module = autopar.parallelize(TwoNames(), example_inputs=batch(), **options)
+        before = dict(module.named_parameters())
+        for layer, other in ((module.first, "second"), (module.second, "first")):
+            with pytest.raises(RunError, match=rf"replaced by another one, and it is tied to {other}\.weight"):
+                layer.weight = nn.Parameter(torch.zeros(8, 8))
+        if "last.bias" not in before:
+            with pytest.raises(RunError, match=r"'last\.bias' .* is in a stage of other ranks"):
+                module.last.bias = nn.Parameter(torch.zeros(4))
+        after = dict(module.named_parameters())
+        assert [*after] == [*before] and all(after[name] is before[name] for name in before)
+
+
+@case
+def an_error_at_the_end_of_parallelize() -> None:
+    """The model and its optimizer are as they were, on all ranks."""
+    x, _ = batch()
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(x).sum().backward()
+    optimizer.step()
+    eager, params = copy.deepcopy(model), dict(model.named_parameters())
+    eager(x).sum().backward()
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    for options in ({}, {"stages": 2, "microbatches": 2, "loss_fn": lambda out: out.square().mean()}):
+        with pytest.raises(Exception, match="Invalid backend"):
+            autopar.parallelize(model, 2, x, optimizer=optimizer, compile={"backend": "nope"}, **options)
+        assert type(model) is Net and all(param is params[name] for name, param in model.named_parameters())
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params.values(), strict=True))
+        assert all(a is b for a, b in zip(optimizer.state, params.values(), strict=True))
+        same(model(x).detach(), eager(x).detach())
+        same_gradients(model, eager)

@@ -175,6 +175,7 @@ def test_after_an_error_at_the_end_a_model_is_as_it_was(of_class: bool) -> None:
     model(X).sum().backward()
     optimizer.step()
     eager, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    grads = [param.grad.clone() for param in params.values() if param.grad is not None]
     said = "registered twice" if of_class else "Invalid backend"
     with pytest.raises(Exception, match=said):
         autopar.parallelize(model, 1, X, optimizer=optimizer, compile={"backend": "nope"})
@@ -183,7 +184,7 @@ def test_after_an_error_at_the_end_a_model_is_as_it_was(of_class: bool) -> None:
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params.values(), strict=True))
     torch.testing.assert_close(optimizer.state_dict(), state)
-    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in params.values()])
+    torch.testing.assert_close([p.grad for p in model.parameters()], grads)
     other = torch.optim.Adam(eager.parameters())
     other.load_state_dict(state)
     for each, steps in ((model, optimizer), (eager, other)):
