@@ -137,11 +137,15 @@ class Trainer(transformers.Trainer):
                 self._save(output_dir or self.args.output_dir, state_dict=state)
         _wait()
 
+    def create_model_card(self, *args: PyTree, **kwargs: PyTree) -> None:
+        """Write the model's card on the first rank; see ``transformers.Trainer.create_model_card``."""
+        with self._showing(prepared=False), self._as_written(None):
+            super().create_model_card(*args, **kwargs)
+
     def _as_written(self, state: Mapping[str, torch.Tensor] | None) -> contextlib.AbstractContextManager[Any]:
         """Make the passed model, in this scope, what its user wrote: its methods run on this rank alone."""
-        if state is None:
+        if self._prepared is None:
             return contextlib.nullcontext()
-        assert self._prepared is not None
         return run_of(self._prepared.now).user.as_written(state, captures=False)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

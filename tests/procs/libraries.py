@@ -116,6 +116,7 @@ def trainer(folder: str, adapt: bool = False) -> dict[str, float]:
     seen = averages[:1]
     mine = Trainer(model=(trained := model()), args=args, parallel={"mesh": mesh(), **CUTS}, callbacks=seen, **data)
     mine.train()
+    mine.create_model_card()  # the first rank alone writes it
     alone = place / f"one{dist.get_rank()}"
     args = arguments(alone, **best)
     arguments_of_one_process(args)  # for transformers' own
