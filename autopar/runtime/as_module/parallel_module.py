@@ -58,7 +58,7 @@ class ParallelModule(Derived):
         scalars the mean).
 
         Args:
-            *args, **kwargs: what the model is called with: tensors of global shape on this rank's device (with
+            args, kwargs: what the model is called with: tensors of global shape on this rank's device (with
                 ``batch="local"`` this rank's rows: :mod:`~autopar.runtime.batches.local_batch`), or DTensors of any
                 placement. Of an input whose placement was requested (``placements=``), a tensor that has the shape of
                 this rank's shard is that shard.
@@ -93,7 +93,7 @@ class ParallelModule(Derived):
         parameters that it was made with. Its graph is freed, as after ``loss.backward()``.
 
         Args:
-            *args, **kwargs: the batch, of global shapes, the same on every rank.
+            args, kwargs: the batch, of global shapes, the same on every rank.
             optimizer: if given, ``step()`` and ``zero_grad()`` follow; else gradients are left in ``param.grad``.
             microbatches: how many, on one mesh; by default found from the shapes.
             scaler: multiplies the gradients (:mod:`~autopar.runtime.optimizers.grad_scaler`); with ``optimizer``,
@@ -119,7 +119,7 @@ class ParallelModule(Derived):
         In training mode buffers that a forward changes are changed, as the model would.
 
         Args:
-            *args, **kwargs: the batch, as for :meth:`train_step`.
+            args, kwargs: the batch, as for :meth:`train_step`.
 
         Returns:
             A tensor of shape [] and of the loss's dtype, the same on every rank.
