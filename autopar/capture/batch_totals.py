@@ -97,7 +97,7 @@ class _Edit:
         self.ahead: list[Ahead] = []
         self.follow_from: list[tuple[Ref, ...]] = []
         self.instead: dict[Ref, Ref] = {}
-        """What is read instead of a tensor; negative numbers of nodes are new ones."""
+        """The replacement of each tensor that is read otherwise; negative numbers of nodes are new ones."""
         self.before: dict[int, list[tuple[int, Node]]] = {}
         """New operators, by the node that they follow, with their numbers."""
         self.replaced: dict[int, tuple[int, ...]] = {}

@@ -193,4 +193,4 @@ _SPELLINGS: dict[str, Callable[[_Call], Form | None]] = {
     "aten.scaled_dot_product_attention.default": lambda call: (
         call.target, call.args[:3] if len(call.args) == 4 and call.args[3] is None else call.args, call.kwargs),
 }  # fmt: skip
-"""How each operator is spelt that has several spellings."""
+"""The one spelling of each operator that has several."""

@@ -22,9 +22,9 @@ from autopar.rules.terms import Term
 from autopar.words.graph import Graph, Node, Ref, RowsAt
 
 _WITHOUT: tuple[int, int, int] = (0, 0, 0)
-"""How a dim counts, or a factor of one, that has no rows of the batch."""
+"""The count of a dim, or a factor of one, without rows of the batch."""
 _Digits = tuple[int, int, int]
-"""How a dim counts: elements of ``(outer, rows, inner)``, the outer one changing slowest; :data:`_WITHOUT`."""
+"""The count of a dim: elements of ``(outer, rows, inner)``, the outer one changing slowest; :data:`_WITHOUT`."""
 _ROUNDS = 8
 """Times that a graph is gone through, there and back, at most."""
 _EXPANDED = "aten.expand.default"

@@ -21,7 +21,7 @@ LARGE_MASKS_BYTES = 2**28
 NEXT_BEST = 3
 """Ways that the notes of a plan name."""
 NEXT_WORDS = "next best"
-"""How notes begin that name the layouts that came next."""
+"""The beginning of notes that name the next best layouts."""
 
 
 def notes_on(graph: Graph) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ class Saved:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything at all is saved."""
+        """True if anything is saved."""
         return bool(self.ins or self.inside_bytes or any(kept for _, kept in self.memories))
 
 

@@ -95,7 +95,7 @@ class Place:
 
 @dataclass(eq=False)
 class History:
-    """What autograd knows of a storage: ``root`` is the root's value with this gradient, None if there is none.
+    """The autograd history of a storage: ``root`` is the root's value with this gradient, None if there is none.
 
     ``known`` has the values of places at ``version``. ``by_data`` says that it came by ``x.data``: autograd does not
     notice what is written there, not even where it has kept the values.

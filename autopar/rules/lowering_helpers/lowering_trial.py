@@ -96,7 +96,7 @@ class Counted:
 
 
 COUNTED: contextvars.ContextVar[Counted | None] = contextvars.ContextVar("counted", default=None)
-"""Where what lowerings do is counted; None if nobody counts."""
+"""The counter of what lowerings do; None if nothing counts."""
 
 
 @contextlib.contextmanager

@@ -38,18 +38,13 @@ def show_as(module: AsModel, kind: type) -> None:
     object.__dict__["__class__"].__set__(module, shown)  # AsModel's property stands before it
 
 
-def own_name(module: torch.nn.Module) -> str:
-    """Return the name of a module's class, of one that stands for a model that of its own."""
-    return next(cls.__name__ for cls in type(module).__mro__ if _FACE not in vars(cls))
-
-
 def _type_for(own: Any, kind: Any) -> type:
     """Return a subclass of ``own`` with the name and the signature of ``kind``."""
     label = {"__module__": own.__module__, "__qualname__": f"{own.__qualname__}[{kind.__qualname__}]"}
     # no subclass of the user's: hooks of the user's class, such as registries, are not told of it
     quiet = classmethod(lambda cls, **options: None)
     shown: Any = type(kind.__name__, (own,), {**label, "__init_subclass__": quiet, _FACE: None})
-    shown.forward = _with_signature(own.forward, kind)
+    shown.forward = with_signature(own.forward, kind)
     face = {**label, "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs)}  # as model.__class__(config) means
     try:
         setattr(shown, _FACE, types.new_class(kind.__name__, (shown, kind), {}, lambda names: names.update(face)))
@@ -58,7 +53,7 @@ def _type_for(own: Any, kind: Any) -> type:
     return shown
 
 
-def _with_signature(forward: Any, kind: Any) -> Any:
+def with_signature(forward: Any, kind: Any) -> Any:
     """Return a copy of ``forward`` that shows the arguments of the model's own."""
     copied = types.FunctionType(
         forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from autopar.errors import RunError
 from autopar.lower.program import Program
 from autopar.plans.plan import Plan
 from autopar.runtime.as_module.methods import method_of
+from autopar.runtime.as_module.model_class import with_signature
 from autopar.runtime.as_module.run import EXTRA, ParallelRun
 from autopar.runtime.as_module.submodules import Derived, Part, methods_of, names_of_part
 from autopar.runtime.batches.local_batch import sampler_of, sharded
@@ -418,7 +418,7 @@ def _names_of_whole(kind: type) -> dict[str, Any]:
     own = [name for name in methods_of(kind) if not hasattr(ParallelModule, name)]
     return {
         **{name: method_of(name, getattr(kind, name)) for name in own},
-        "forward": _with_signature(ParallelModule.forward, kind),
+        "forward": with_signature(ParallelModule.forward, kind),
         "__call__": torch.nn.Module.__call__,  # which the user's own may not do once more
     }
 
@@ -464,18 +464,3 @@ def _in_stages(pm: ParallelModule, name: str) -> Any:
     if pm._autopar.leads is None:
         raise RunError(f"{name}() is of pipelines, and this module runs on one mesh")
     return pm._autopar
-
-
-def _with_signature(forward: Any, kind: Any) -> Any:
-    """Return a copy of ``forward`` that shows the arguments of the model's own."""
-    copied = types.FunctionType(
-        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    copied.__dict__.update(forward.__dict__)
-    copied.__doc__, copied.__qualname__ = forward.__doc__, forward.__qualname__
-    try:
-        copied.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    except (TypeError, ValueError):  # written in C
-        pass
-    return copied

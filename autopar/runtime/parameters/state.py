@@ -39,14 +39,8 @@ def _count_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def note_write(param: torch.Tensor) -> None:
     """Change :func:`version_of` a parameter, whose local shard was written."""
-    if isinstance(param, DTensor) or hasattr(param, _STEPS):
+    if isinstance(param, DTensor):
         setattr(param, _STEPS, getattr(param, _STEPS, 0) + 1)
-
-
-def count_steps(param: torch.Tensor) -> None:
-    """Count steps of optimizers on a plain tensor in :func:`version_of`; fused ones leave no other trace."""
-    if not hasattr(param, _STEPS):
-        setattr(param, _STEPS, 0)
 
 
 register_optimizer_step_post_hook(_count_steps)

@@ -36,12 +36,6 @@ def next_seed() -> int:
         return int(torch.randint(_LIMIT, (), dtype=torch.int64, device="cpu"))
 
 
-def coming_seed() -> int:
-    """Return the seed that :func:`next_seed` would take now."""
-    with torch.random.fork_rng(devices=[]):
-        return next_seed()
-
-
 def seed_after(seed: int) -> int:
     """Return the seed of the first call after ``torch.manual_seed(seed)``."""
     with torch.random.fork_rng(devices=[]):

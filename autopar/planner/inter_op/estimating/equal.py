@@ -82,7 +82,7 @@ class Equal:
     _of_others: dict[tuple[int, Mesh, int], float] = field(default_factory=dict, init=False)
     _known_fills: dict[int, tuple[Fill, ...]] = field(default_factory=dict, init=False)
     _tight: set[tuple[tuple[Mesh, ...], Fill]] = field(default_factory=set, init=False)
-    """Where the fastest options need more memory than there is."""
+    """Meshes and fills whose fastest options need more memory than there is."""
 
     def cuts(self) -> list[EstimatedCut]:
         """Return all cuts that are worth a further look, best first."""
