@@ -10,6 +10,7 @@
 :mod:`.inspect`   ``inspect``, what was captured
 :mod:`.run`       ``run``; :mod:`.simulate`: ``simulate``; :mod:`.launch`: ``launch``, scripts for torchrun and Slurm
 :mod:`.profiling` ``profile``; :mod:`.hardware`: ``devices`` and ``clusters``; :mod:`.new_cluster`: ``clusters new``
+:mod:`.reshard`   ``reshard``, weights from one plan's layout to another's
 :mod:`.common`    what commands share; :mod:`.terminal`: consoles that no text can steer; :mod:`.output_files`: files
                   that commands write; :mod:`.stopping`: commands that are ended from outside, or by a model's code
 ================= =====================================================================================================
@@ -37,6 +38,7 @@ from autopar.cli import (
     plan,
     profiling,
     report,
+    reshard,
     run,
     show,
     simulate,
@@ -79,6 +81,7 @@ for name, command in (
     ("report", report.report), ("memory", memory.memory), ("diff", show.diff),
     ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run), ("simulate", simulate.simulate),
     ("devices", hardware.devices), ("profile", profiling.profile), ("launch", launch.launch),
+    ("reshard", reshard.reshard),
 ):  # fmt: skip
     app.command(name)(to_its_end(command))
 app.add_typer(hardware.clusters_app)
