@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .composed import GBIT, cluster_document, device_of, name_of
+from .composed import cluster_document, device_of, name_of
 from .errors import ProfileError
-from .load import builtin_devices, builtin_links, efficiency_families
+from .load import builtin_devices, efficiency_families
 from .model import RATES, Device
 from .reader import Document, closest
 
@@ -134,11 +134,9 @@ def adapters_of(between: str, adapters: int, per_node: int) -> str:
 
 
 def network_words(network: str, per_node: int) -> str:
-    """Return a machine's network in words: ``one 200 Gb/s adapter for its 8 devices``."""
+    """Return a machine's network (:func:`adapters_of`) in words: ``one 200 Gb/s adapter for its 8 devices``."""
     match = re.match(r"(\d+)x([\d.]+)gbps", network)
-    if match is None:
-        rate = builtin_links()[network].bandwidth_bytes_per_second / GBIT if network in builtin_links() else 0
-        return f"{network}, {rate:g} Gb/s for each device" if rate else network
+    assert match is not None
     n = int(match[1])
     share = "for each device" if n == per_node else f"for its {per_node} devices"
     return f"{'one' if n in (1, per_node) else n} {match[2]} Gb/s adapter{'s' * (1 < n < per_node)} {share}"

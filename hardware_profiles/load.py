@@ -218,13 +218,13 @@ def near_names(name: str, known: Iterable[str], cutoff: float | None = None) -> 
 
 
 def _is_another_product(name: str, known: str) -> bool:
-    """Return whether two names differ in the number of a product alone: a ``dgx-b400`` is no mistyped ``dgx-b300``.
+    """Return whether two names are those of two products: a ``dgx-b400`` is no mistyped ``dgx-b300``.
 
-    A digit more or less, or a letter in its place, is a mistake of typing.
+    They have another digit or another letter; a character more or less, or a letter for a digit, is mistyped.
     """
     words, others = (re.findall(r"[a-z]+\d+", each.lower()) for each in (name, known))
-    pairs = [(a, b) for a, b in zip(words, others) if a != b]
-    return any(len(a) == len(b) and a.rstrip("0123456789") == b.rstrip("0123456789") for a, b in pairs)
+    pairs = [(a, b) for a, b in zip(words, others) if a != b and len(a) == len(b)]
+    return any(all(x.isdigit() == y.isdigit() for x, y in zip(a, b)) for a, b in pairs)
 
 
 def _chips(name: str) -> set[str]:

@@ -80,7 +80,7 @@ def new(
         if output is not None and output.suffix != ".toml":
             raise UsageError(f"--output is {output}; cluster files end in .toml, such as {output.stem}.toml")
         file.check()
-    asks = sys.stdin.isatty() and sys.stderr.isatty() and not as_json
+    asks = asks_here() and not as_json
     if gpu is None and not asks:
         raise UsageError(
             "--gpu is missing: name the device, and --per-node, --nodes, --network for machines; for example: autopar "
@@ -119,10 +119,14 @@ def new(
     out().print(cluster.describe(), markup=False)
     if between:
         other = 1 if adapters == per_node else per_node
-        out().print(
-            f"  between machines: {network_words(between, per_node)}; for {other}: --adapters {other}", markup=False
-        )
+        words = f"  between machines: {network_words(between, per_node)}; for {other} in a machine: --adapters {other}"
+        out().print(words, markup=False)
     out().print(f"written to {output}; plan for it with: autopar plan MODEL --cluster {output}", soft_wrap=True)
+
+
+def asks_here() -> bool:
+    """Return True if there is a terminal with somebody to answer."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _device(gpu: str, numbers: tuple[str | None, float | None, str | None, str | None], asks: bool) -> str | NewDevice:

@@ -27,7 +27,7 @@ from autopar.errors import ClusterError, PlanError
 if TYPE_CHECKING:
     from autopar.planfile import Document
     from autopar.plans.moving import StoredParameter
-    from autopar.plans.moving_cost import Move
+    from autopar.plans.moving_cost import ParameterMove
     from autopar.plans.plan import Plan
     from hardware_profiles import Cluster
 
@@ -165,7 +165,7 @@ def _layout(plan: Plan) -> str:
     return f"{stages}{' or '.join(meshes[:3])} on {plan.cluster}"
 
 
-def _lines(found: Move, keep: bool) -> list[str]:
+def _lines(found: ParameterMove, keep: bool) -> list[str]:
     """Return the answer in words."""
     if not found.n_bytes:
         return ["  nothing moves: every rank has what it needs"]
@@ -186,7 +186,7 @@ def _lines(found: Move, keep: bool) -> list[str]:
     ]
 
 
-def _print_tensors(found: Move, new: dict[str, StoredParameter], top: int) -> None:
+def _print_tensors(found: ParameterMove, new: dict[str, StoredParameter], top: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -200,7 +200,7 @@ def _print_tensors(found: Move, new: dict[str, StoredParameter], top: int) -> No
     out().print(table)
 
 
-def _facts(found: Move, cluster: Cluster, moments: int, top: int) -> dict[str, object]:
+def _facts(found: ParameterMove, cluster: Cluster, moments: int, top: int) -> dict[str, object]:
     """Return the answer as values for JSON; ranks are devices of ``cluster``."""
     largest = sorted(found.tensors, key=lambda each: -each.n_bytes)[:top]
     return {

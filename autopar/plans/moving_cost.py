@@ -38,7 +38,7 @@ class MovedTensor:
 
 
 @dataclass(frozen=True)
-class Move:
+class ParameterMove:
     """The price of a move.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Pattern:
 
 def move(
     old: Mapping[str, StoredParameter], new: Mapping[str, StoredParameter], cluster: Cluster, *, keeps_old: bool = False
-) -> Move:
+) -> ParameterMove:
     """Return the price of bringing parameters from one layout to another.
 
     A parameter is sent in the narrower of its two formats and cast where it is narrow, so that no message carries more
@@ -200,7 +200,7 @@ def move(
     rounds = [load.seconds(routes) for load in total]
     apart = not memory.old.keys() & memory.new.keys()
     crossing = sum(n for device, n in sent.items() if device in memory.old) if apart else None
-    return Move(
+    return ParameterMove(
         tuple(tensors), dict(sent), dict(received), {name: by_link[name] for name in (INSIDE, BETWEEN)}, crossing,
         max(rounds)[1], sum(seconds for seconds, _ in rounds), alone, max(memory.old.values(), default=0),
         max(memory.new.values(), default=0), memory.together(sent, received), memory.one_by_one(), n_messages,

@@ -128,8 +128,9 @@ def test_bytes_are_those_of_the_messages() -> None:
 
 def test_one_message_takes_the_seconds_of_a_transfer() -> None:
     cluster = load_cluster("dgx-a100-40gb-x2")
+    old = parameter((1 << 22,), "float32", side("x=1", "I"))
     for target in (3, 8, 13):
-        old, new = parameter((1 << 22,), "float32", side("x=1", "I")), parameter((1 << 22,), "float32", side("x=1", "I", target))
+        new = parameter((1 << 22,), "float32", side("x=1", "I", target))
         found = move({"w": old}, {"w": new}, cluster)
         assert found.seconds == pytest.approx(costs_of(cluster).transfer(0, target, 1 << 24), rel=1e-9)
         assert found.seconds == found.one_by_one_seconds and found.crossing_bytes == 1 << 24
@@ -175,7 +176,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "two": ("--cluster", "dgx-h100", "--mesh", "data=4", "--stages", "2", "--microbatches", "2"),
         "far": ("--cluster", "dgx-a100", "--mesh", "data=8", "--optimizer", "sgd"),
     })  # fmt: skip
-    assert command("plan", folder / "other.py:make", "--cluster", "dgx-h100", "-o", folder / "other.json")[0] == 0
+    words = ("-c", "dgx-h100", "-m", "data=8", "-o", folder / "other.json")
+    assert command("plan", folder / "other.py:make", *words)[0] == 0
     return folder
 
 
