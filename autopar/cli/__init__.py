@@ -8,7 +8,7 @@
 :mod:`.report`    ``report``, a plan as one HTML page; :mod:`.memory`: ``memory``, what fills its devices
 :mod:`.explain`   ``explain``; :mod:`.explain_cut`: of the cut at which a stage begins
 :mod:`.inspect`   ``inspect``, what was captured
-:mod:`.run`       ``run``; :mod:`.simulate`: ``simulate``
+:mod:`.run`       ``run``; :mod:`.simulate`: ``simulate``; :mod:`.launch`: ``launch``, scripts for torchrun and Slurm
 :mod:`.profiling` ``profile``; :mod:`.hardware`: ``devices`` and ``clusters``
 :mod:`.common`    what commands share; :mod:`.terminal`: consoles that no text can steer; :mod:`.output_files`: files
                   that commands write; :mod:`.stopping`: commands that are ended from outside, or by a model's code
@@ -32,6 +32,7 @@ from autopar.cli import (
     fits,
     hardware,
     inspect,
+    launch,
     memory,
     plan,
     profiling,
@@ -78,6 +79,7 @@ for name, command in (
     ("report", report.report), ("memory", memory.memory), ("diff", show.diff),
     ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run), ("simulate", simulate.simulate),
     ("devices", hardware.devices), ("clusters", hardware.clusters), ("profile", profiling.profile),
+    ("launch", launch.launch),
 ):  # fmt: skip
     app.command(name)(to_its_end(command))
 
