@@ -55,6 +55,7 @@ def export(
     autopar export plan.json --to megatron -o run
     """
     from autopar.targets import target_named
+    from autopar.targets.starting import launchers
 
     target = target_named(to)
     _check_folder(output, force)
@@ -64,7 +65,7 @@ def export(
         exporter.say = say
         found, cost = _layout(exporter, document)
         made, written = exporter.export(found)
-    files = {**written.files, **_launchers(made, written), RECORD: _record(path, made, written, cost)}
+    files = {**written.files, **launchers(made, written), RECORD: _record(path, made, written, cost)}
     _write(output, files)
     if as_json:
         print_json({**json.loads(files[RECORD]), "folder": str(output), "files": sorted(files)})
@@ -113,13 +114,6 @@ def _layout(exporter: Exporter, document: Document) -> tuple[PricedLayout, Cost 
             return exporter.of_words(words), None
     cost = exporter.nearest(plan)
     return cost.found, cost
-
-
-def _launchers(made: Export, written: Written) -> dict[str, str]:
-    """Return the scripts that start the job, for torchrun and for Slurm."""
-    from autopar.targets.starting import launchers
-
-    return launchers(made, written)
 
 
 def _record(path: Path, made: Export, written: Written, cost: Cost | None) -> str:

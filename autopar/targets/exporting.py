@@ -17,12 +17,12 @@ from autopar.planner.layouts.layout_words import parse_layout
 from autopar.planner.layouts.pricing import PricedLayout, PricedLayouts
 from autopar.plans.clusters import get_cluster
 from autopar.plans.plan import Plan
+from autopar.report import Facts
 from autopar.targets.model_facts import facts_of
 from autopar.targets.search import TargetSearch, misfit
-from autopar.targets.space import Words, per_node, refusal, storages, text_of, tried
+from autopar.targets.space import Words, per_node, refusal, storages, tried
 from autopar.targets.stages import blocks_in, counts
 from autopar.targets.target import Export, Target, Written
-from autopar.report import Facts
 from autopar.words.texts import show_bytes, show_seconds
 from cost_models.schedules import label_of
 from hardware_profiles import split_software

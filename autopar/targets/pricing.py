@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -53,7 +53,8 @@ def read_config(path: Path, of: str | None) -> tuple[Target, Config]:
     if of is not None:
         found = [target_named(of)]
         if found[0].read is None:
-            raise ConfigError(f"{found[0].title} has no file to be priced; give --of {' or '.join(t.name for t in known)}")
+            names = " or ".join(t.name for t in known)
+            raise ConfigError(f"{found[0].title} has no file to be priced; give --of {names}")
     else:
         found = [target for target in known if target.reads is not None and target.reads(source)]
     if len(found) != 1:
@@ -77,7 +78,7 @@ def layout_words(config: Config, n_devices: int, rows: int, name: str) -> str:
     if "dp" not in words:
         if n_devices % each:
             said = " x ".join(f"{word} {size}" for word, size in sizes.items() if size > 1)
-            raise ConfigError(f"{name}: {said} do not divide the {n_devices} devices of the cluster; change one of them")
+            raise ConfigError(f"{name}: {said} do not divide the cluster's {n_devices} devices; change one of them")
         words["dp"] = str(n_devices // each)
     dp = int(words["dp"] or 1)
     if "mbs" not in words and "m" not in words:

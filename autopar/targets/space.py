@@ -34,11 +34,16 @@ def words_of(text: str) -> dict[str, str]:
     return {word.strip(): value.strip() for word, value in parts}
 
 
+ORDER = ("tp", "sp", "cp", "pp", "vp", "dp", "ep", "etp", "zero", "fsdp", "mbs", "m", "gas", "schedule", "recompute")
+"""In which words are written, so that a layout has one text."""
+
+
 def text_of(words: Mapping[str, str | None]) -> str:
     """Return words as a layout's text; None and values that say nothing are left out."""
     said = [
         word if not value else f"{word}={value}"
-        for word, value in words.items() if value is not None and LEFT_OUT.get(word) != value
+        for word in dict.fromkeys([*ORDER, *words])
+        if (value := words.get(word)) is not None and LEFT_OUT.get(word) != value
     ]  # fmt: skip
     return ",".join(said) or "dp=1"
 
