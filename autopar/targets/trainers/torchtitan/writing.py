@@ -6,6 +6,7 @@ from pprint import pformat
 from typing import Any
 
 from autopar.planner.layouts.stage_starts import sizes_of
+from autopar.targets.stages import blocks_of_stages
 from autopar.targets.target import ConfigError, Export, Written
 from autopar.targets.trainers.torchtitan.models import FAMILIES, Family, rope_arguments
 from autopar.words.precision import Precision
@@ -30,9 +31,9 @@ def write(export: Export) -> Written:
     _check(export)
     family = FAMILIES[export.model.family]
     text = _TEMPLATE.format(
-        words=export.layout.text, devices=export.layout.n_devices, cluster=export.cluster.name,
+        words=export.layout.text, devices=export.layout.n_devices, cluster=export.cluster_name.partition(' as ')[0],
         sizes=_shown({name: export.model.config[name] for name in SIZES if export.model.config.get(name)}),
-        extra_imports=_extra_imports(export, family), policy=_policy(export), module=family.module,
+        names=_imports(export), policy=_policy(export), module=family.module,
         eps=export.model.config.get("rms_norm_eps", 1e-5), **_model(export, family), training=_call(_training(export)),
         parallelism=_call(_parallelism(export)), recompute=_recompute(export), optimizer=_optimizer(export),
     )  # fmt: skip
@@ -135,12 +136,22 @@ def _parallelism(export: Export) -> dict[str, Any]:
 
 
 def stages_of(export: Export) -> list[list[str]]:
-    """Return the modules of every stage by torchtitan's names, in the order of the model."""
-    stages, done = [], 0
-    for size in sizes_of(export.model.blocks, export.layout.groups * export.layout.chunks):
-        stages.append([f"layers.{n}" for n in range(done, done + size)])
-        done += size
-    return [["tok_embeddings", *stages[0]], *stages[1:-1], [*stages[-1], "norm", "lm_head"]]
+    """Return the modules of every stage by torchtitan's names, in the order of the model.
+
+    Raises:
+        ConfigError: a stage begins or ends inside a block.
+    """
+    names, done = [], 0
+    for number, stage in enumerate(blocks_of_stages(export)):
+        if not stage.whole:
+            raise ConfigError(
+                f"{export.layout.text}: stage {number} begins or ends inside a block, torchtitan's hold whole blocks; "
+                "plan with --for torchtitan"
+            )
+        blocks = [f"layers.{n}" for n in range(done, done + len(stage.blocks))]
+        done += len(blocks)
+        names.append([*["tok_embeddings"] * stage.is_first, *blocks, *["norm", "lm_head"] * stage.is_last])
+    return names
 
 
 def recomputed_blocks(text: str, blocks: int, stages: int) -> list[int]:
@@ -175,10 +186,8 @@ def _optimizer(export: Export) -> str:
     return f'replace({made}, implementation="fused_opt_states_bf16")' if narrow else made
 
 
-def _extra_imports(export: Export, family: Family) -> str:
-    used = ["from dataclasses import replace" if not _policy(export) else "from dataclasses import dataclass, field, replace"]
-    used += [""]
-    return "\n".join(used)
+def _imports(export: Export) -> str:
+    return "dataclass, field, replace" if _policy(export) else "replace"
 
 
 def _model(export: Export, family: Family) -> dict[str, str]:
@@ -225,7 +234,8 @@ Every rank runs, in this folder: python -m torchtitan.train --module torchtitan_
 Fill in the tokenizer's folder, the data, the learning rate and the number of steps; all else is the plan.
 """
 
-{extra_imports}
+from dataclasses import {names}
+
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
