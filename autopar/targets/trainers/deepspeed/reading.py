@@ -101,12 +101,12 @@ def read_sections(
     top.read.update(fields()["sections"])
     ignored, others = top.rest(HARMLESS)
     notes += [f"{name}: the price does not know it" for name in others]
-    if "mbs" in words:
-        words.pop("m", None)
+    if "mbs" in words and batch is not None:
+        words.pop("m", None)  # else the batch follows from both and the data ranks
     return Config(
         words, batch, facts.sequence, devices, precision, optimizer,
         software="deepspeed" if compiled else "deepspeed-eager", unpriced=tuple(notes),
-        ignored=(*facts.ignored, *ignored), microbatches=whole or None if batch is None and "mbs" in words else None,
+        ignored=(*facts.ignored, *ignored),
     )  # fmt: skip
 
 
