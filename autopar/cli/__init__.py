@@ -3,6 +3,7 @@
 ================= =====================================================================================================
 :mod:`.plan`      ``plan``; :mod:`.layouts`: its search over everything, ``--top`` and ``--like``
 :mod:`.fits`      ``fits``, whether a layout fits the memory
+:mod:`.price`     ``price``, the config of another trainer; :mod:`.export`: ``export``, a plan for another trainer
 :mod:`.check`     ``check``, the certificate; :mod:`.verify`: ``verify``, the numbers of one device
 :mod:`.show`      ``show`` and ``diff``; :mod:`.stages`: plans in stages as tables
 :mod:`.report`    ``report``, a plan as one HTML page; :mod:`.memory`: ``memory``, what fills its devices
@@ -30,12 +31,14 @@ from autopar import __version__
 from autopar.cli import (
     check,
     explain,
+    export,
     fits,
     hardware,
     inspect,
     launch,
     memory,
     plan,
+    price,
     profiling,
     report,
     reshard,
@@ -77,7 +80,8 @@ def _every(
 
 
 for name, command in (
-    ("plan", plan.plan), ("fits", fits.fits), ("check", check.check), ("show", show.show), ("explain", explain.explain),
+    ("plan", plan.plan), ("fits", fits.fits), ("price", price.price), ("export", export.export),
+    ("check", check.check), ("show", show.show), ("explain", explain.explain),
     ("report", report.report), ("memory", memory.memory), ("diff", show.diff),
     ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run), ("simulate", simulate.simulate),
     ("devices", hardware.devices), ("profile", profiling.profile), ("launch", launch.launch),

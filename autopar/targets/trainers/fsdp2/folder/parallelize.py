@@ -1,0 +1,243 @@
+"""How the model is spread over devices: decisions, then the code that applies them. Edit the tables."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.nn.functional import all_reduce
+from torch.utils.checkpoint import checkpoint
+
+# --- decisions ---
+MESH = {"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1}
+BATCH: dict[str, Any] = {"rows": 8, "sequence": None, "microbatches": 1, "inputs": []}
+FULLY_SHARD: dict[str, Any] = {"modules": [], "zero": 0}
+CHECKPOINT: list[str] = []
+PRECISION: dict[str, Any] = {}
+TENSOR: dict[str, Any] = {}
+PIPELINE: dict[str, Any] = {}
+# --- code ---
+
+Call = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+"""What gives the loss of a model for inputs by name."""
+
+
+class Trainer:
+    """A model on all ranks, ready to train.
+
+    Attributes:
+        model: what this rank has of it; its parameters are what an optimizer steps on.
+        rank: the number of this process.
+        mesh: the mesh of all processes, pipeline outermost and tensor innermost; None on one device.
+    """
+
+    def __init__(
+        self, model: nn.Module, call: Call, example: dict[str, Any], device: torch.device, mixed: bool = True
+    ) -> None:
+        """Spread a model.
+
+        Args:
+            model: the whole model with the same weights in every process.
+            call: gives its loss for inputs by name.
+            example: the batch of a step, for its shapes.
+            device: of this process.
+            mixed: follow PRECISION; else parameters keep their formats.
+        """
+        self.call, self.device = call, device
+        self.mesh: DeviceMesh | None = None
+        self.schedule: Any = None
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        world, wanted = int(os.environ.get("WORLD_SIZE", "1")), functools.reduce(int.__mul__, MESH.values())
+        if world == 1:
+            self.model = model.to(device)
+            checkpoint_modules(self.model)
+            return
+        if world != wanted:
+            raise SystemExit(f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}")
+        self.mesh = init_device_mesh(device.type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+        stages = [model]
+        if PIPELINE:
+            stages = self._stages(model, example, mixed)
+        for stage in stages:
+            self._spread(stage, mixed)
+        self.model = nn.ModuleList(stages) if PIPELINE else model
+        if PIPELINE:
+            from pipeline import Schedule
+
+            self.schedule = Schedule(stages, self.mesh, device, BATCH["microbatches"], PIPELINE)
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks over which the rows of a microbatch are cut."""
+        return MESH["replicate"] * MESH["shard"]
+
+    def _stages(self, model: nn.Module, example: dict[str, Any], mixed: bool) -> list[nn.Module]:
+        """Return the stages of this rank: every one of as many as the pipeline has ranks."""
+        from pipeline import Stage
+
+        assert self.mesh is not None
+        one = microbatch(example, 0, 0)
+        rows = next(iter(one[name].shape[0] for name in BATCH["inputs"]))
+        if rows != PIPELINE["rows"]:
+            raise SystemExit(f"PIPELINE has the shapes of {PIPELINE['rows']} rows, a rank's microbatch has {rows}")
+        blocks = [path for path, _ in matching(model, FULLY_SHARD["modules"])]
+        floats = next(p.dtype for p in model.parameters())
+        if mixed and "compute" in PRECISION:
+            floats = getattr(torch, PRECISION["compute"])
+        constants = moved({name: value for name, value in one.items() if name not in BATCH["inputs"]}, self.device)
+        numbers = range(self.mesh.get_local_rank("pipeline"), len(PIPELINE["starts"]) + 1, MESH["pipeline"])
+        return [Stage(model, self.call, number, PIPELINE, blocks, constants, floats) for number in numbers]
+
+    def _spread(self, model: nn.Module, mixed: bool) -> None:
+        """Apply tensor parallelism, recomputation and sharding to the model or to a stage of it, in this order."""
+        assert self.mesh is not None
+        inner = getattr(model, "whole", model)  # a stage holds the whole model, the modules of other stages absent
+        if self.data_ranks > 1:
+            batch_norms_over(model, self.mesh)
+        if MESH["tensor"] > 1:
+            import tensor_parallel
+
+            tensor_parallel.apply(inner, self.mesh["tensor"], TENSOR)
+        checkpoint_modules(inner)
+        shard_parameters([*(module for _, module in matching(inner, FULLY_SHARD["modules"])), model], self.mesh, mixed)
+        model.to(self.device)  # buffers
+
+    def forward_backward(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Run a step's microbatches forward and backward, and return the loss of the whole batch.
+
+        Every microbatch and every rank has equally many rows, so that the mean of their losses, and of their
+        gradients, is that of the whole batch.
+        """
+        count = BATCH["microbatches"]
+        part = 0
+        if self.mesh is not None:
+            part = self.mesh.get_local_rank("replicate") * MESH["shard"] + self.mesh.get_local_rank("shard")
+        parts = [moved(microbatch(batch, k, part), self.device) for k in range(count)]
+        total = torch.zeros((), device=self.device)
+        scope = loss_scope()
+        if self.schedule is not None:
+            with scope:
+                total = self.schedule.step(parts).to(self.device)
+            return self._mean(total)
+        for k, inputs in enumerate(parts):
+            if isinstance(self.model, FSDPModule):
+                last = k == count - 1
+                self.model.set_requires_gradient_sync(last or FULLY_SHARD["zero"] == 3)
+                self.model.set_reshard_after_backward(last or FULLY_SHARD["zero"] == 3)
+            with scope:
+                loss = self.call(self.model, inputs) / count
+                loss.backward()
+            total = total + loss.detach()
+        return self._mean(total)
+
+    def _mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the mean over data ranks; ranks without the last stage have a loss of zero."""
+        if self.mesh is None:
+            return loss
+        loss = loss.to(torch.float64)
+        dist.all_reduce(loss)
+        return loss / (self.data_ranks * MESH["tensor"])
+
+
+def microbatch(batch: dict[str, Any], number: int, part: int) -> dict[str, Any]:
+    """Return one microbatch of a step's batch, and of it the rows of one data rank."""
+    parts = MESH["replicate"] * MESH["shard"] if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 1
+    cut = {}
+    for name, value in batch.items():
+        if name in BATCH["inputs"]:
+            value = value.chunk(BATCH["microbatches"])[number].chunk(parts)[part]
+        cut[name] = value
+    return cut
+
+
+def moved(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return inputs on a device."""
+    return {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+
+
+def loss_scope() -> Any:
+    """Return the context in which losses of logits that are cut by vocabulary are computed."""
+    if MESH["tensor"] > 1 and TENSOR.get("loss_parallel") and dist.is_initialized():
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
+    return contextlib.nullcontext()
+
+
+def matching(model: nn.Module, patterns: list[str]) -> list[tuple[str, nn.Module]]:
+    """Return the modules with parameters whose paths match a pattern, part by part: ``layers.*.mlp``."""
+    wanted = [pattern.split(".") for pattern in patterns]
+    found = []
+    for path, module in model.named_modules():
+        names = path.split(".")
+        fits = any(len(p) == len(names) and all(map(fnmatchcase, names, p)) for p in wanted)
+        if fits and any(True for _ in module.parameters()):
+            found.append((path, module))
+    return found
+
+
+def checkpoint_modules(model: nn.Module) -> None:
+    """Recompute the modules of CHECKPOINT in the backward instead of keeping their activations."""
+    for _, module in matching(model, CHECKPOINT):
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def shard_parameters(modules: list[nn.Module], mesh: DeviceMesh, mixed: bool) -> None:
+    """Shard parameters, gradients and optimizer state, or replicate them: a group for each block, one for the rest.
+
+    ``modules`` are the blocks, and last the model, or the stage, that holds them.
+
+    With ``"zero": 0`` every rank has all parameters, and gradients are all-reduced over ``replicate``. With 1 they are
+    gathered once a step, and gradients reduced once a step. With 3 both happen for every use.
+    """
+    zero = FULLY_SHARD["zero"]
+    policy = MixedPrecisionPolicy()
+    if mixed and PRECISION:
+        compute, reduce = (getattr(torch, PRECISION[name]) if name in PRECISION else None for name in ("compute", "reduce"))
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    over = mesh["shard"] if MESH["replicate"] == 1 else mesh["replicate", "shard"]
+    for module in modules:
+        fully_shard(module, mesh=over, reshard_after_forward=zero == 3, mp_policy=policy)
+
+
+def batch_norms_over(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let batch norms in training take the statistics of all ranks' rows, as one device does."""
+    groups = [mesh.get_group(name) for name in ("replicate", "shard") if MESH[name] > 1]
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            module.forward = functools.partial(batch_norm, module, groups)
+
+
+def batch_norm(norm: Any, groups: list[dist.ProcessGroup], x: torch.Tensor) -> torch.Tensor:
+    """Return the batch norm of ``x`` [rows, channels, ...] with the statistics of the rows of all ranks."""
+    if not norm.training:
+        return type(norm).forward(norm, x)
+    dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
+    mean = mean_over(x.mean(dims), groups)
+    centred = x - mean.view(shape)
+    variance = mean_over(centred.square().mean(dims), groups)
+    if norm.track_running_stats:
+        count = x.numel() // x.shape[1] * MESH["replicate"] * MESH["shard"]
+        norm.num_batches_tracked += 1
+        share = norm.momentum if norm.momentum is not None else 1 / norm.num_batches_tracked.item()
+        with torch.no_grad():
+            norm.running_mean.lerp_(mean.detach().to(norm.running_mean), share)
+            norm.running_var.lerp_(variance.detach().to(norm.running_var) * count / max(count - 1, 1), share)
+    y = centred * torch.rsqrt(variance + norm.eps).view(shape)
+    return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)
+
+
+def mean_over(value: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
+    """Return the mean of a tensor over the ranks of all groups, through which gradients flow."""
+    for group in groups:
+        value = all_reduce(value, group=group) / dist.get_world_size(group)
+    return value
