@@ -3,12 +3,13 @@
 ================= =====================================================================================================
 :mod:`.plan`      ``plan``; :mod:`.layouts`: its search over everything, ``--top`` and ``--like``
 :mod:`.fits`      ``fits``, whether a layout fits the memory
+:mod:`.price`     ``price``, the config of another trainer; :mod:`.export`: ``export``, a plan for another trainer
 :mod:`.check`     ``check``, the certificate; :mod:`.verify`: ``verify``, the numbers of one device
 :mod:`.show`      ``show`` and ``diff``; :mod:`.stages`: plans in stages as tables
 :mod:`.report`    ``report``, a plan as one HTML page; :mod:`.memory`: ``memory``, what fills its devices
 :mod:`.explain`   ``explain``; :mod:`.explain_cut`: of the cut at which a stage begins
 :mod:`.inspect`   ``inspect``, what was captured
-:mod:`.run`       ``run``; :mod:`.simulate`: ``simulate``
+:mod:`.run`       ``run``; :mod:`.simulate`: ``simulate``; :mod:`.launch`: ``launch``, scripts for torchrun and Slurm
 :mod:`.profiling` ``profile``; :mod:`.hardware`: ``devices`` and ``clusters``
 :mod:`.common`    what commands share; :mod:`.terminal`: consoles that no text can steer; :mod:`.output_files`: files
                   that commands write; :mod:`.stopping`: commands that are ended from outside, or by a model's code;
@@ -30,11 +31,14 @@ from autopar import __version__
 from autopar.cli import (
     check,
     explain,
+    export,
     fits,
     hardware,
     inspect,
+    launch,
     memory,
     plan,
+    price,
     profiling,
     report,
     run,
@@ -77,10 +81,12 @@ def _every(
 
 
 for name, command in (
-    ("plan", plan.plan), ("fits", fits.fits), ("check", check.check), ("show", show.show), ("explain", explain.explain),
+    ("plan", plan.plan), ("fits", fits.fits), ("price", price.price), ("export", export.export),
+    ("check", check.check), ("show", show.show), ("explain", explain.explain),
     ("report", report.report), ("memory", memory.memory), ("diff", show.diff),
     ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run), ("simulate", simulate.simulate),
     ("devices", hardware.devices), ("clusters", hardware.clusters), ("profile", profiling.profile),
+    ("launch", launch.launch),
 ):  # fmt: skip
     app.command(name, epilog=EPILOG)(to_its_end(command))
 

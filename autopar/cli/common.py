@@ -306,19 +306,10 @@ def model_of(
     The graph is that of one microbatch. A Python file that only the plan file names is imported only with ``trust``: a
     plan may come from anyone, and its model would run with all rights of the user who looks at it.
     """
-    from autopar.frontends import runs_code
     from autopar.rules.experts.expert_load import with_load
 
     named = document.model or {}
-    spec = model if model is not None else named.get("spec")
-    if spec is None:
-        raise ModelError(f"{path} does not say which model it is for; give it with --model PATH.py:factory")
-    if model is None and not trust and runs_code(spec):
-        raise UntrustedModelError(
-            f"{path} names the model '{spec}', and importing that file would run its code; if you trust it, give "
-            f"--trust, or name the file yourself: --model {path.parent / spec}"
-        )
-    folder = path.parent if model is None else None
+    spec, folder = spec_of(document, path, model, trust=trust)
     loaded, captured = load_and_capture(
         spec,
         named.get("batch"),
@@ -329,6 +320,21 @@ def model_of(
         precision=document.precision,
     )
     return loaded, dataclasses.replace(captured, graph=with_load(captured.graph, document.expert_load))
+
+
+def spec_of(document: Document, path: Path, model: str | None, *, trust: bool) -> tuple[str, Path | None]:
+    """Return the spec of a plan file's model, and the folder in which its relative path starts."""
+    from autopar.frontends import runs_code
+
+    spec = model if model is not None else (document.model or {}).get("spec")
+    if spec is None:
+        raise ModelError(f"{path} does not say which model it is for; give it with --model PATH.py:factory")
+    if model is None and not trust and runs_code(spec):
+        raise UntrustedModelError(
+            f"{path} names the model '{spec}', and importing that file would run its code; if you trust it, give "
+            f"--trust, or name the file yourself: --model {path.parent / spec}"
+        )
+    return spec, path.parent if model is None else None
 
 
 def bound(document: Document, captured: Captured) -> tuple[Plan, Cluster]:

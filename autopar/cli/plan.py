@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli import layouts
+from autopar.cli import layouts, plan_for
 from autopar.cli.common import (
     MOST_LAYOUTS,
     Batch,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from autopar.planner.layouts.pricing import PricedLayout
     from autopar.planner.planning import Outcome
     from autopar.plans.plan import Plan
+    from autopar.plans.request import PlanRequest
     from autopar.words.graph import Graph
     from autopar.words.precision import Precision
     from hardware_profiles import Cluster
@@ -58,6 +59,11 @@ def plan(
         str | None,
         typer.Option("--as", help="Price for another trainer than autopar's runtime: megatron-2023, nemo, "
                      "torchtitan (autopar clusters lists them). Also behind the cluster's name: 'dgx-h100 as nemo'."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--for", help="Search only what another trainer can express, priced with its software: fsdp2, "
+                     "torchtitan, megatron, deepspeed, accelerate. autopar export writes its files."),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan file.")] = None,
     top: Annotated[
@@ -99,6 +105,8 @@ def plan(
 
     autopar plan gpt.py:make -c dgx-h100-x8 -o best.json --like tp=8,dp=8 --like-output ours.json
 
+    autopar plan hf:llama/config.json --batch 128 --cluster dgx-h100-x8 --for megatron --top 5 -o plan.json
+
     autopar plan gpt.py:make --cluster dgx-h100 --mesh data=2,tensor=4 -o plan.json
 
     autopar plan hf:llama/config.json --batch 8 --seq 2048 --cluster dgx-h100-x8 --memory-limit 70GiB -o plan.json
@@ -133,6 +141,8 @@ def plan(
     for file in files.values():
         file.check()
     cluster = profile_of(profile, cluster) if profile is not None else str(cluster)
+    if target is not None:
+        trainer = _software_of(target, trainer)
     if trainer is not None:
         cluster = as_trainer(cluster, trainer)
     hardware = load_cluster(cluster)
@@ -142,6 +152,8 @@ def plan(
             f"{'--like' if likes else '--top'} needs the full search: leave out --mesh, --stages, --schedule, --cut "
             "and --microbatches"
         )
+    if target is not None:
+        plan_for.check_free(wanted, len(likes))
     words = layouts.parsed(likes)
     parts = wanted.microbatches if wanted.microbatches > 1 else None
     policy = wanted.pins.precision
@@ -153,6 +165,9 @@ def plan(
     wanted = replace(wanted, top=top)
     if (likes or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):
         raise UsageError("--like and --top need a model that returns its loss, and a batch with rows")
+    if target is not None:
+        _plan_for(target, loaded, captured, cluster, wanted, files.get("-o"), as_json)
+        return
     priced = layouts.priced(loaded, captured, cluster, wanted, likes, words)
     if like_output is not None:
         _check_written(priced[0], like_output)
@@ -184,6 +199,38 @@ def plan(
     else:
         _summary(outcome, outcome.cluster or hardware, output, top)
         layouts.show(outcome, hardware, top, priced, output, like_output)
+
+
+def _software_of(target: str, trainer: str | None) -> str:
+    """Return the software by which a trainer's layouts are priced."""
+    from autopar.targets import target_named
+
+    software = target_named(target).software
+    if trainer not in (None, software):
+        raise UsageError(f"--as says {trainer}, and --for {target} is priced as {software}; leave --as out")
+    return software
+
+
+def _plan_for(
+    target: str, loaded: Loaded, captured: Captured, cluster: str, request: PlanRequest, file: OutputFile | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Find the fastest layout that a trainer can express, and write its plan."""
+    from autopar.planfile import dumps
+
+    search, found = plan_for.search_of(loaded, captured, cluster, request, target)
+    own = plan_for.beside_own(loaded, captured, cluster, request, found.best) if request.top > 1 else None
+    folder = file.path.parent if file is not None else Path()
+    text = dumps(*_file(_as_outcome(found.best), loaded, captured, cluster, folder))
+    if file is not None:
+        file.write(text)
+    if as_json:
+        print_json({**parse_json(text), **plan_for.facts(search, found, request.top, own)})
+        return
+    plan_for.show(found, cluster, request.top, own)
+    if file is not None:
+        out().print(f"{file.path} has the plan; autopar export {file.path} --to {target} -o FOLDER writes its files",
+                    markup=False, soft_wrap=True)  # fmt: skip
 
 
 def _as_outcome(found: PricedLayout) -> Outcome:

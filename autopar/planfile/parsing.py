@@ -75,14 +75,23 @@ class Document:
         """The distribution of rows over routed experts, for prices."""
         return parse_load((self.raw.get("pins") or {}).get("expert_load"), f"{self.where}: pins.expert_load")
 
+    @property
+    def cluster_name(self) -> str:
+        """The cluster's name; its own files are looked up in the folder of the plan first."""
+        return _in_folder(str(self.raw["cluster"]), self.folder)
+
     def cluster(self) -> Cluster:
-        """Return the cluster that the file names; its own files are looked up in its folder first."""
-        return cluster_named(str(self.raw["cluster"]), self.folder)
+        """Return the cluster that the file names."""
+        return get_cluster(self.cluster_name)
 
 
 def cluster_named(name: str, folder: Path) -> Cluster:
     """Return the cluster that a plan file in a folder names; see :meth:`Document.cluster`."""
-    return get_cluster(in_file(name, lambda path: str(folder / path if is_there(folder / path) else path)))
+    return get_cluster(_in_folder(name, folder))
+
+
+def _in_folder(name: str, folder: Path) -> str:
+    return in_file(name, lambda path: str(folder / path if is_there(folder / path) else path))
 
 
 def parse(text: str, where: str = "plan", folder: Path | None = None) -> Document:

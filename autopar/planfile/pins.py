@@ -162,6 +162,7 @@ def _as_is(_at: str, value: object, _model: Model) -> object:
 FORMS: dict[str, Form] = {
     "count": Form(lambda at, value, bad: bad.count(at, value), _as_is, lambda n: n),
     "bytes": Form(lambda at, value, bad: bad.count(at, value, LARGEST_WHOLE), _as_is, lambda n: n),
+    "text": Form(lambda at, value, bad: bad.type(at, value, str), _as_is, str),
     "texts": Form(lambda at, value, bad: bad.texts(at, value), _read_texts, list),
     "mesh": Form(
         _parsed_by(str, lambda text, _: Mesh.parse(text)), lambda _at, value, _model: Mesh.parse(value),

@@ -69,6 +69,8 @@ class Pins:
         recompute: patterns of module paths that are recomputed in the backward.
         precision: the policy that the graph was captured for.
         expert_load: shares of rows of routed experts, by patterns of modules; prices are for them.
+        layout: the words that decide everything, such as ``tp=8,sp,dp=4,zero=1``; empty for a plan that was searched.
+        target: the trainer that the plan is for (:mod:`autopar.targets`); empty for autopar's own runtime.
     """
 
     stages: int | None = None
@@ -84,6 +86,8 @@ class Pins:
     recompute: tuple[str, ...] = ()
     precision: Precision | None = None
     expert_load: Mapping[str, Load] = field(default_factory=dict)
+    layout: str = ""
+    target: str = ""
 
 
 @dataclass(frozen=True)

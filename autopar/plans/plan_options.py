@@ -64,7 +64,7 @@ class Pin:
     """
 
     name: str
-    form: Literal["count", "bytes", "texts", "mesh", "ops", "kept", "inputs", "outputs", "precision", "loads"]
+    form: Literal["count", "bytes", "texts", "mesh", "ops", "kept", "inputs", "outputs", "precision", "loads", "text"]
     stages: Literal["pipeline", "same", "part"]
     words: Callable[[Any], list[str]]
 
@@ -393,9 +393,14 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
 """In the order in which options are listed."""
 BY_NAME = {option.name: option for option in PLAN_OPTIONS}
 _FIRST = ("stages", "mesh", "cuts", "schedules", "microbatches")
+_OF_LAYOUTS = (
+    Pin("layout", "text", "pipeline", lambda words: [f"layout {words}"]),
+    Pin("target", "text", "pipeline", lambda name: [f"for {name}"]),
+)
+"""What plans of layouts and for other trainers remember; no option of a search."""
 PINS = tuple(
     sorted(
-        (pin for option in PLAN_OPTIONS for pin in option.pins),
+        (*(pin for option in PLAN_OPTIONS for pin in option.pins), *_OF_LAYOUTS),
         key=lambda pin: (_FIRST.index(pin.name) if pin.name in _FIRST else len(_FIRST), pin.name.startswith("memory")),
     )
 )

@@ -175,8 +175,8 @@ class Layout:
             options, recompute=self._recomputed(graph), optimizer=self.optimizer or options.optimizer, microbatches=m,
         )  # fmt: skip
         return Said(
-            self.written, self.mesh, self.groups, self.chunks, self.schedule, m, 1 if self.zero == 2 else self.zero,
-            self.sequence_parallel, self.way, self.experts_travel, options,
+            self.written, self.text, self.mesh, self.groups, self.chunks, self.schedule, m,
+            1 if self.zero == 2 else self.zero, self.sequence_parallel, self.way, self.experts_travel, options,
         )  # fmt: skip
 
     def _recomputed(self, graph: Graph) -> tuple[str, ...]:

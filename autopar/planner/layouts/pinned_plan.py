@@ -45,7 +45,7 @@ class Said:
     """A layout of a pipeline, as its words give it.
 
     Attributes:
-        text: the words, for messages and tables.
+        text: the words, for messages and tables; ``words``: alone, as a plan remembers them.
         mesh: the mesh of every group of devices.
         groups: the number of groups of devices; ``chunks`` stages on each.
         schedule: its name, as :func:`cost_models.schedules.build` takes it.
@@ -59,6 +59,7 @@ class Said:
     """
 
     text: str
+    words: str
     mesh: Mesh
     groups: int
     chunks: int
@@ -168,6 +169,7 @@ class _Pinned:
             said.groups, schedules=(said.schedule,) if said.groups > 1 else (), microbatches=said.microbatches,
             mesh=said.mesh, memory_limit_bytes=None if limit is None else int(limit),
             recompute=tuple(options.recompute), precision=self.graph.precision, expert_load=self.graph.expert_load,
+            layout=said.words,
         )  # fmt: skip
 
     def _schedule(self, n_stages: int) -> Schedule:

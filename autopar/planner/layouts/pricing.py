@@ -132,6 +132,19 @@ class PricedLayouts:
         part = graphs.captured_of(said.microbatches)
         return PricedLayout(layout, pinned, part if pinned.runs else replace(part, graph=pinned.graph, example=None))
 
+    def part(self, microbatches: int) -> Captured:
+        """Return the capture of one of so many microbatches."""
+        return self._graphs(None).captured_of(microbatches)
+
+    def variants(self, microbatches: int) -> list[Graph]:
+        """Return the graphs that a layout may be for: of a microbatch as it is, and as trainers write the model.
+
+        Those have one matrix for each of fused products, and the loss by places (:func:`_pinned`).
+        """
+        graph = self.part(microbatches).graph
+        by_places = with_loss_by_places(graph)
+        return [graph, by_places, separated(graph)[0], separated(by_places)[0]]
+
     def _graphs(self, precision: Precision | None) -> MicrobatchGraphs:
         """Return the graphs of microbatches under a policy; None: under that of the capture."""
         policy = precision if precision is not None else self.captured.graph.precision

@@ -1,0 +1,170 @@
+"""``autopar export``: a plan as the files of another trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.common import (
+    Json,
+    ModelOption,
+    PlanPath,
+    Trust,
+    UsageError,
+    bound,
+    load_and_capture,
+    open_plan,
+    out,
+    print_json,
+    progress,
+    show_bytes,
+    show_seconds,
+    spec_of,
+)
+
+if TYPE_CHECKING:
+    from autopar.planfile import Document
+    from autopar.planner.layouts.pricing import PricedLayout
+    from autopar.targets.exporting import Cost, Exporter
+    from autopar.targets.target import Export, Written
+
+RECORD = "autopar.json"
+"""The file of a folder that says what it was made from; a folder with it may be written again."""
+
+
+def export(
+    path: PlanPath,
+    to: Annotated[str, typer.Option("--to", help="The trainer: fsdp2, torchtitan, megatron, deepspeed, accelerate.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it is made.")],
+    model: ModelOption = None,
+    trust: Trust = False,
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that holds other files.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a plan as what a person runs with another trainer: its config, its command, nothing to fill in but data.
+
+    A plan made by autopar plan --for TRAINER is written as it is. Of any other plan the nearest layout that the trainer
+    can express is written, and what it cannot express is listed with its cost in seconds and bytes.
+
+    Examples: autopar plan hf:llama/config.json --batch 128 --cluster dgx-h100-x8 --for megatron -o plan.json
+
+    autopar export plan.json --to megatron -o run
+    """
+    from autopar.targets import target_named
+    from autopar.targets.starting import launchers
+
+    target = target_named(to)
+    _check_folder(output, force)
+    document = open_plan(path)
+    exporter = _exporter(document, path, to, model, trust=trust)
+    with progress(f"pricing for {target.title}") as say:
+        exporter.say = say
+        found, cost = _layout(exporter, document)
+        made, written = exporter.export(found)
+    files = {**written.files, **launchers(made, written), RECORD: _record(path, made, written, cost)}
+    _write(output, files)
+    if as_json:
+        print_json({**json.loads(files[RECORD]), "folder": str(output), "files": sorted(files)})
+        return
+    for line in _answer(output, made, written, cost):
+        out().print(line, markup=False, soft_wrap=True)
+
+
+def _exporter(document: Document, path: Path, to: str, model: str | None, *, trust: bool) -> Exporter:
+    """Return the exporter of a plan file's model, with the batch of a step."""
+    from autopar.capture.microbatches import rows_of
+    from autopar.planner.layouts.pricing import PricedLayouts
+    from autopar.planner.planning import options_of
+    from autopar.plans.plan import Pins
+    from autopar.plans.request import PlanRequest
+    from autopar.targets import target_named
+    from autopar.targets.exporting import Exporter
+
+    named = document.model or {}
+    spec, folder = spec_of(document, path, model, trust=trust)
+    loaded, captured = load_and_capture(
+        spec, named.get("batch"), named.get("seq"), folder=folder, precision=document.precision
+    )
+    limit = (document.raw.get("pins") or {}).get("memory_limit_bytes")
+    options = options_of(PlanRequest(Pins(memory_limit_bytes=limit), document.raw["optimizer"]))
+    example = loaded.args, loaded.kwargs
+    layouts = PricedLayouts(loaded.model, captured, example, options)
+    return Exporter(target_named(to), loaded, captured, layouts, document.cluster_name, rows_of(example))
+
+
+def _layout(exporter: Exporter, document: Document) -> tuple[PricedLayout, Cost | None]:
+    """Return the layout to write: that of the plan, or the nearest one with what it costs."""
+    from dataclasses import replace
+
+    from autopar.targets.exporting import is_of_words
+    from autopar.targets.space import refusal
+
+    m = document.microbatches
+    fits = [graph for graph in exporter.layouts.variants(m) if graph.fingerprint == document.raw["fingerprint"]]
+    captured = replace(exporter.layouts.part(m), graph=fits[0]) if fits else exporter.layouts.part(m)
+    plan, _ = bound(document, captured)
+    words = plan.pins.layout
+    if words:
+        found = exporter.layouts.price(exporter.where, words)
+        if is_of_words(plan, found.plan) and not refusal(exporter.target, found.layout, exporter.model):
+            return exporter.of_words(words), None
+    cost = exporter.nearest(plan)
+    return cost.found, cost
+
+
+def _record(path: Path, made: Export, written: Written, cost: Cost | None) -> str:
+    """Return the file that says what a folder was made from, and what was promised of it."""
+    plan = made.priced.plan
+    said = {
+        "schema": "autopar.export/1", "plan": path.name, "target": plan.pins.target, "layout": made.layout.text,
+        "cluster": made.cluster_name, "batch": made.rows, "sequence": made.sequence,
+        "precision": None if made.precision is None else str(made.precision), "optimizer": made.optimizer,
+        "seconds": plan.seconds, "memory_bytes": made.priced.memory_bytes, "limit_bytes": made.priced.limit_bytes,
+        "fill_in": list(written.fill_in), "notes": [*made.priced.pinned.notes, *written.notes],
+        "not_said": cost.facts() if cost is not None else None,
+    }  # fmt: skip
+    return json.dumps(said, indent=2, ensure_ascii=False) + "\n"
+
+
+def _answer(output: Path, made: Export, written: Written, cost: Cost | None) -> list[str]:
+    """Return the answer as lines of text."""
+    priced = made.priced
+    lines = [
+        f"{output}: {made.layout.text} for {made.cluster_name}; {show_seconds(priced.seconds)} a step, "
+        f"{show_bytes(priced.memory_bytes)} of {show_bytes(priced.limit_bytes)}"
+    ]
+    if cost is not None:
+        lines += ["what the trainer cannot say of the plan:", *(f"  {line}" for line in cost.lines())]
+    lines += [f"  {name}" for name in sorted(written.files)]
+    lines += [f"  note: {note}" for note in (*priced.pinned.notes, *written.notes)]
+    lines += [f"fill in: {what}" for what in written.fill_in]
+    return [*lines, f"start it: cd {output} && bash launch.sh, or sbatch launch.slurm"]
+
+
+def _check_folder(folder: Path, force: bool) -> None:
+    """Refuse a folder that holds something else than an earlier export."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UsageError(f"--output is {folder}, which is no folder; give the name of a new one")
+    if not folder.parent.is_dir():
+        raise UsageError(f"--output is {folder}, and there is no folder {folder.parent}; make it first")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file() and not force:
+        raise UsageError(f"--output is {folder}, which holds other files; give a new folder, or --force to write there")
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    """Write the files; scripts may be run."""
+    try:
+        for name, text in files.items():
+            file = folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_symlink():
+                file.unlink()
+            file.write_text(text, encoding="utf-8")
+            if name.endswith((".sh", ".slurm")):
+                os.chmod(file, 0o755)
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename or folder}: {error.strerror}; choose another folder") from None

@@ -1,0 +1,134 @@
+"""``autopar plan --for``: the fastest layouts that another trainer can express."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autopar.cli.common import UsageError, out, progress, show_bytes, show_seconds
+from autopar.report import Facts
+
+if TYPE_CHECKING:
+    from autopar.capture import Captured
+    from autopar.frontends import Loaded
+    from autopar.planner.layouts.pricing import PricedLayout
+    from autopar.plans.request import PlanRequest
+    from autopar.targets.restriction import RestrictedPlan
+    from autopar.targets.search import TargetPlans, TargetSearch
+
+
+def search_of(
+    loaded: Loaded, captured: Captured, where: str, request: PlanRequest, name: str
+) -> tuple[TargetSearch, TargetPlans]:
+    """Return a search among a trainer's layouts, and what it found; ``where``: the cluster with its software."""
+    from autopar.capture.microbatches import rows_of
+    from autopar.planner.layouts.pricing import PricedLayouts
+    from autopar.planner.planning import options_of
+    from autopar.plans.clusters import get_cluster
+    from autopar.targets import target_named
+    from autopar.targets.model_facts import facts_of
+    from autopar.targets.search import TargetSearch
+
+    example = loaded.args, loaded.kwargs
+    layouts = PricedLayouts(loaded.model, captured, example, options_of(request), request.input_rows)
+    facts = facts_of(loaded.model, captured)
+    with progress(f"searching what {name} can express") as say:
+        search = TargetSearch(
+            target_named(name), layouts, where, get_cluster(where), facts, rows_of(example), loaded.seq, say
+        )
+        found = search.find()
+    plans = [_for(name, each) for each in found.fitting]
+    return search, replace(found, fitting=plans)
+
+
+def _for(name: str, found: PricedLayout) -> PricedLayout:
+    """Return a layout whose plan remembers the trainer."""
+    plan = replace(found.plan, pins=replace(found.plan.pins, target=name))
+    return replace(found, pinned=replace(found.pinned, plan=plan))
+
+
+def beside_own(
+    loaded: Loaded, captured: Captured, where: str, request: PlanRequest, best: PricedLayout
+) -> RestrictedPlan:
+    """Return autopar's own best plan for the same software, and what the trainer's restrictions cost."""
+    from autopar.plans.clusters import get_cluster
+    from autopar.progress import heard
+    from autopar.targets.restriction import restricted
+
+    with progress("searching everything, to compare") as say, heard(say):
+        return restricted(
+            loaded.model, captured, (loaded.args, loaded.kwargs), get_cluster(where), request, where, best, say
+        )
+
+
+def check_free(request: PlanRequest, likes: int) -> None:
+    """Refuse options that say what the trainer's layout says."""
+    if likes or not request.everything or request.pins.recompute or not request.may_recompute or request.pins.ops:
+        raise UsageError(
+            "--for searches the layouts of a trainer: leave out --mesh, --stages, --schedule, --cut, --microbatches, "
+            "--recompute, --pin and --like; autopar export writes the plan of a layout given by --like-output, too"
+        )
+
+
+def show(found: TargetPlans, where: str, top: int, own: RestrictedPlan | None) -> None:
+    """Print the best layouts of a trainer, and what its restrictions cost."""
+    from autopar.cli.layouts import table
+    from autopar.plans.clusters import get_cluster
+    from autopar.report.layouts import layout_row, with_front
+
+    hardware = get_cluster(where)
+    best = found.best
+    rows = [
+        layout_row(each.layout.text, each.plan, each.timeline, each.captured.graph, hardware)
+        for each in found.fitting[:top]
+    ]
+    if own is not None and own.own.timeline is not None:
+        plan = own.own.plan
+        rows.append(layout_row("autopar's own", plan, own.own.timeline, own.own.captured.graph, hardware))
+    if top > 1:
+        table(with_front(rows))
+        for each in nearest_refused(found)[: top - 1]:
+            out().print(f"  {each}", markup=False, soft_wrap=True)
+    out().print(
+        f"{best.layout.text} on {where}: {show_seconds(best.seconds)} a step, {show_bytes(best.memory_bytes)} of "
+        f"{show_bytes(best.limit_bytes)}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+    for note in best.pinned.notes:
+        out().print(f"  note: {note}", markup=False, soft_wrap=True)
+    if own is not None:
+        for line in cost_lines(best, own):
+            out().print(line, markup=False, soft_wrap=True)
+
+
+def nearest_refused(found: TargetPlans) -> list[str]:
+    """Return layouts that were looked at and refused, with reasons: those that do not fit first."""
+    return [f"refused: {each.words}: {each.reason}" for each in found.refused]
+
+
+def cost_lines(best: PricedLayout, own: RestrictedPlan) -> list[str]:
+    """Return what the restriction to a trainer costs, in all and by decision."""
+    seconds = own.own.plan.seconds
+    more = best.seconds - seconds
+    lines = [
+        f"without its restrictions a step takes {show_seconds(seconds)}: they cost {show_seconds(max(0.0, more))} "
+        f"({more / seconds:+.1%})"
+    ]
+    lines += [
+        f"  {each.what}: {each.seconds / seconds:+.1%}" for each in own.restrictions if abs(each.seconds) > seconds / 2000
+    ]
+    return lines
+
+
+def facts(search: TargetSearch, found: TargetPlans, top: int, own: RestrictedPlan | None) -> Facts:
+    """Return the layouts of a trainer and the cost of its restrictions as values for JSON."""
+    return {
+        "target": search.target.name, "software": search.target.software,
+        "alternatives": [
+            {"layout": each.layout.text, "seconds": each.seconds, "memory_bytes": each.memory_bytes,
+             "limit_bytes": each.limit_bytes, "notes": list(each.pinned.notes)} for each in found.fitting[:top]
+        ],
+        "refused": [{"layout": each.words, "reason": each.reason} for each in found.refused],
+        "own_seconds": own.own.plan.seconds if own is not None else None,
+        "restrictions": [{"what": each.what, "seconds": each.seconds} for each in own.restrictions] if own else [],
+    }  # fmt: skip

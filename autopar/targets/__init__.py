@@ -1,0 +1,43 @@
+"""Other trainers: what each can express, how its files are written and read, and plans within that.
+
+==================== ===================================================================================================
+:mod:`.target`       the record of a trainer, what it is given to write, and what reading one of its files gives
+:mod:`.trainers`     the records, a file or a folder each; adding a trainer adds one and touches nothing else
+:mod:`.space`        which words of a layout a trainer can say, and all layouts that it has for a model and a cluster
+:mod:`.search`       the fastest layouts of a trainer, and what the restriction to them costs
+:mod:`.exporting`    from a plan to the folder that a person runs
+:mod:`.pricing`      from a trainer's own file to seconds and bytes, and the changes that would help most
+==================== ===================================================================================================
+
+Layouts, in the words of :mod:`autopar.planner.layouts.layout_words`, are what all trainers have in common.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from autopar.errors import PlanError, closest
+from autopar.targets.target import Target
+
+__all__ = ["target_named", "targets"]
+
+
+@cache
+def targets() -> dict[str, Target]:
+    """Return the records of all trainers by name."""
+    package = importlib.import_module("autopar.targets.trainers")
+    found: dict[str, Target] = {}
+    for name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):
+        target = getattr(importlib.import_module(f"{package.__name__}.{name}"), "TARGET", None)
+        if isinstance(target, Target):
+            found[target.name] = target
+    return found
+
+
+def target_named(name: str) -> Target:
+    """Return the record of a trainer, or raise a PlanError with the known names."""
+    if name not in targets():
+        raise PlanError(f"no trainer '{name}' is known to export to; {closest(name, targets())}")
+    return targets()[name]

@@ -1,0 +1,129 @@
+"""The files of DeepSpeed: ds_config.json, and what a person runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from autopar.targets.target import ConfigError, Export, Written
+from autopar.targets.trainers.hugging_face.model_files import (
+    blocks_wrapped,
+    inputs_of,
+    model_files,
+    policy_of,
+    script,
+    training_arguments,
+)
+from autopar.words.precision import OWN, Precision
+
+NAME = "deepspeed"
+PRESETS = {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "qwen3_5_moe": "qwen3_5_moe", "deepseek_v2": "deepseek_v2",
+           "deepseek_v3": "deepseek_v3", "minimax_m3": "minimax_m3"}  # fmt: skip
+"""Model types that AutoEP knows (module_inject/auto_ep_presets/registry.py), and the names of its presets."""
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def write(export: Export) -> Written:
+    """Return the files of a plan for DeepSpeed.
+
+    Raises:
+        ConfigError: the precision cannot be said there.
+    """
+    layout = export.layout
+    policy = _policy(export)
+    settings = config_of(export, policy)
+    files, model = model_files(export)
+    run: dict[str, Any] = {
+        "model": model, "sequence": export.sequence, "recompute": layout.recompute,
+        "recompute_classes": list(blocks_wrapped(export)), "master": "float32" if policy.master != OWN else OWN,
+    }  # fmt: skip
+    if export.loaded.spec.startswith("hf:"):
+        run["inputs"] = inputs_of(export)
+    files |= {"ds_config.json": json.dumps(settings, indent=1) + "\n", "run.json": json.dumps(run, indent=1) + "\n",
+              "train.py": script(NAME)}  # fmt: skip
+    notes = ["run.json has what ds_config.json cannot say: whether blocks are recomputed, and the sequence"]
+    if export.model.family and (layout.optimizer or export.optimizer) != "sgd_momentum" and layout.sizes["cp"] == 1:
+        files["training_arguments.json"] = training_arguments(
+            export, policy, {"deepspeed": "ds_config.json", "gradient_checkpointing": layout.recompute == "full",
+                             "learning_rate": RATE, "weight_decay": 0.01, "max_grad_norm": 0.0})  # fmt: skip
+        notes.append("training_arguments.json has the same decisions for who trains with transformers' Trainer")
+    if layout.sizes["tp"] > 1:
+        notes.append("AutoTP cuts what transformers' tensor parallel plan of the model names; embedding, logits and "
+                     "loss are whole there where the plan does not name them, priced as cut")  # fmt: skip
+    if export.model.batch_norms:
+        notes.append("batch norms take statistics of the rows of one rank in one microbatch")
+    fill_in = ["batch_of in train.py: your data"]
+    if not export.loaded.spec.startswith("hf:"):
+        fill_in.append(f"what {model.partition(':')[0]} imports has to be importable")
+    return Written(files, ("train.py",), tuple(fill_in), tuple(notes))
+
+
+RATE = 1e-4
+
+
+def config_of(export: Export, policy: Precision) -> dict[str, Any]:
+    """Return the fields of ds_config.json."""
+    layout = export.layout
+    stage, tp, cp = layout.zero if not layout.keeps else 2, layout.sizes["tp"], layout.sizes["cp"]
+    config: dict[str, Any] = {
+        "train_batch_size": export.rows, "train_micro_batch_size_per_gpu": export.rows_of_rank,
+        "gradient_accumulation_steps": export.microbatches, "gradient_clipping": 0.0, "steps_per_print": 100,
+        "optimizer": _optimizer(layout.optimizer or export.optimizer),
+        "zero_optimization": {"stage": stage},
+    }  # fmt: skip
+    if stage:
+        config["zero_optimization"] |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
+    if stage == 3:
+        # as the plan: every parameter that divides is cut, and none is kept for the backward
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    config |= _formats(policy, stage)
+    if tp > 1:
+        config["tensor_parallel"] = {"autotp_size": tp}
+    if cp > 1:
+        config["sequence_parallel_size"] = cp
+        config["seq_parallel_communication_data_type"] = SHORT.get(policy.reduce, "fp32")
+    ep = layout.experts * tp if layout.experts_travel else layout.experts
+    if ep > 1:
+        config["expert_parallel"] = {
+            "enabled": True, "autoep_size": ep, "expert_tensor_parallel_size": 1,
+            "preset_model": PRESETS[export.model.family],
+        }  # fmt: skip
+    return config
+
+
+def _optimizer(name: str) -> dict[str, Any]:
+    if name == "adamw":  # DeepSpeed's own is a kernel that has to be compiled; torch's is priced
+        return {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01, "torch_adam": True}}
+    momentum = {"momentum": 0.9} if name == "sgd_momentum" else {}
+    return {"type": "SGD", "params": {"lr": RATE, **momentum}}
+
+
+def _formats(policy: Precision, stage: int) -> dict[str, Any]:
+    """Return the sections of number formats."""
+    reduce = SHORT.get(policy.reduce, "fp32")
+    if policy.params in (OWN, "float32"):
+        return {"communication_data_type": reduce}
+    key = SHORT[policy.params]
+    if policy.master == policy.params:
+        return {key: {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+                "communication_data_type": reduce}  # fmt: skip
+    if not stage:
+        # without ZeRO, fp32 sums of gradients beside bf16 weights are refused (engine.py,
+        # _do_optimizer_sanity_check); autocast has the masters as the weights
+        return {"torch_autocast": {"enabled": True, "dtype": policy.params}, "communication_data_type": reduce}
+    return {key: {"enabled": True}, "data_types": {"grad_accum_dtype": reduce}, "communication_data_type": reduce}
+
+
+def _policy(export: Export) -> Precision:
+    policy, stage = policy_of(export, NAME), export.layout.zero
+    if policy.params in ("float64",) or policy.master == "float64":
+        raise ConfigError(f"{NAME}: precision {policy}: float64 cannot be said there; use 32-true or bf16-mixed")
+    if policy.master == policy.params == "float16":
+        raise ConfigError(f"{NAME}: precision {policy}: masters in float16 cannot be said there; use 16-mixed")
+    if policy.master == policy.params == "bfloat16" and (not stage or policy.reduce != "bfloat16"):
+        raise ConfigError(f"{NAME}: precision {policy}: bf16_master_weights_and_grads needs ZeRO and sums in bfloat16, "
+                          f"the layout has zero={stage} and reduce={policy.reduce}; use zero=1 and bf16-true")  # fmt: skip
+    if not stage and policy.params != policy.master and policy.reduce != "float32":
+        raise ConfigError(f"{NAME}: precision {policy}: with zero=0 sums of gradients are float32, not "
+                          f"{policy.reduce}; use zero=1")  # fmt: skip
+    return policy

@@ -1,0 +1,23 @@
+"""Plain PyTorch: FSDP2, tensor parallel styles and ``torch.distributed.pipelining``, for any captured model.
+
+================== =====================================================================================================
+:mod:`.sayable`    the words of a layout that plain torch can say, and which it refuses for a model
+:mod:`.decisions`  from a plan to tables: what is sharded, checkpointed, cut, and where stages begin
+:mod:`.writing`    the files of the folder: ``train.py``, ``parallelize.py``, and where needed two more
+:mod:`.reading`    from the tables of such a folder to the words of a layout
+================== =====================================================================================================
+
+``folder/`` has the code of the files, which imports nothing of autopar: each table in it is replaced by that of a plan.
+"""
+
+from __future__ import annotations
+
+from autopar.targets.target import Target
+from autopar.targets.trainers.fsdp2.reading import read, reads
+from autopar.targets.trainers.fsdp2.sayable import WORDS, refuses
+from autopar.targets.trainers.fsdp2.writing import write
+
+TARGET = Target(
+    name="fsdp2", title="PyTorch 2.11 to 2.13: FSDP2", software="torchtitan", words=WORDS, write=write,
+    refuses=refuses, reads=reads, read=read,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""The files of an exported folder, with tables for one device. They run there, and import nothing of autopar."""

@@ -1,0 +1,145 @@
+"""From the tables of an exported folder to the words of a layout; nothing of the file is run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from autopar.errors import closest
+from autopar.targets.target import Config, Source
+from autopar.targets.trainers.fsdp2.sayable import SCHEDULES
+
+TABLES = {
+    "MESH": {"pipeline", "replicate", "shard", "tensor"},
+    "BATCH": {"rows", "sequence", "microbatches", "inputs"},
+    "FULLY_SHARD": {"modules", "zero"},
+    "CHECKPOINT": None,
+    "PRECISION": {"parameters", "compute", "reduce"},
+    "TENSOR": {"styles", "sequence", "loss_parallel"},
+    "PIPELINE": {"schedule", "starts", "tied"},
+}
+
+
+def reads(source: Source) -> bool:
+    """Return whether a file is a ``parallelize.py`` with tables."""
+    return source.path.suffix == ".py" and "# --- decisions ---" in source.text and "\nMESH" in source.text
+
+
+def read(source: Source) -> Config:
+    """Read the tables of a ``parallelize.py``.
+
+    Raises:
+        ConfigError: a table or a key of it is missing, unknown, or has a value that no layout has.
+    """
+    tables = tables_of(source)
+    mesh, batch, zero = tables["MESH"], tables["BATCH"], tables["FULLY_SHARD"].get("zero")
+    for name in ("pipeline", "replicate", "shard", "tensor"):
+        if not isinstance(mesh.get(name), int) or mesh[name] < 1:
+            raise source.error(f"MESH['{name}']", f"is {mesh.get(name)!r}; give a whole number of 1 or more")
+    for name in ("rows", "microbatches"):
+        if not isinstance(batch.get(name), int) or batch[name] < 1:
+            raise source.error(f"BATCH['{name}']", f"is {batch.get(name)!r}; give a whole number of 1 or more")
+    words = {"dp": str(mesh["replicate"] * mesh["shard"]), "m": str(batch["microbatches"])}
+    words |= sharding(source, mesh, zero)
+    if mesh["tensor"] > 1:
+        words["tp"] = str(mesh["tensor"])
+        if tables["TENSOR"].get("sequence"):
+            words["sp"] = ""
+    words |= pipeline_words(source, mesh["pipeline"], tables["PIPELINE"])
+    recompute = recomputed(source, tables["CHECKPOINT"], tables["FULLY_SHARD"].get("modules", []))
+    if recompute:
+        words["recompute"] = recompute
+    devices = mesh["pipeline"] * mesh["replicate"] * mesh["shard"] * mesh["tensor"]
+    return Config(
+        words, batch=batch["rows"], sequence=batch.get("sequence"), devices=devices,
+        precision=precision_text(tables["PRECISION"]),
+    )  # fmt: skip
+
+
+def tables_of(source: Source) -> dict[str, Any]:
+    """Return the tables, checked for their names and keys; those that are left out are empty."""
+    found: dict[str, Any] = {}
+    try:
+        tree = ast.parse(source.text)
+    except SyntaxError as error:
+        raise source.error(f"line {error.lineno}", f"is no Python: {error.msg}; correct it") from None
+    for node in tree.body:
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+        if not isinstance(target, ast.Name) or not target.id.isupper() or getattr(node, "value", None) is None:
+            continue
+        if target.id not in TABLES:
+            raise source.error(target.id, f"is no table of an exported folder; {closest(target.id, TABLES)}")
+        try:
+            found[target.id] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+        except ValueError:
+            raise source.error(target.id, "is computed; write its value, since nothing of the file is run") from None
+    for name in ("MESH", "BATCH", "FULLY_SHARD"):
+        if name not in found:
+            raise source.error(name, "is missing; write the table")
+    for name, keys in TABLES.items():
+        value = found.setdefault(name, [] if keys is None else {})
+        if not isinstance(value, list if keys is None else dict):
+            raise source.error(name, f"is {value!r}; give a {'list' if keys is None else 'dict'}")
+        for key in value if keys is not None else ():
+            if key not in keys:
+                raise source.error(f"{name}['{key}']", f"is no key of it; {closest(str(key), keys)}")
+    return found
+
+
+def sharding(source: Source, mesh: dict[str, int], zero: Any) -> dict[str, str]:
+    """Return ``zero`` or ``fsdp``: which state is stored in shards, and among how many ranks."""
+    if zero not in (0, 1, 3):
+        raise source.error("FULLY_SHARD['zero']", f"is {zero!r}; give 0, 1 or 3")
+    if zero == 0:
+        if mesh["shard"] > 1:
+            raise source.error("MESH['shard']", f"is {mesh['shard']} with zero 0, which shards nothing; give 1")
+        return {}
+    if mesh["replicate"] > 1 and zero == 1:
+        raise source.error("MESH['replicate']", f"is {mesh['replicate']} with zero 1; no layout has that, give 1 or zero 3")
+    if mesh["replicate"] > 1:
+        return {"fsdp": str(mesh["shard"])} if mesh["shard"] > 1 else {}
+    return {"zero": str(zero)}
+
+
+def pipeline_words(source: Source, groups: int, table: dict[str, Any]) -> dict[str, str]:
+    """Return the words of a pipeline: groups, stages on each, schedule."""
+    if groups == 1:
+        return {}
+    names = {cls: name for name, cls in SCHEDULES.items()}
+    schedule, starts = table.get("schedule"), table.get("starts")
+    if schedule not in names:
+        raise source.error("PIPELINE['schedule']", f"is {schedule!r}; {closest(str(schedule), names)}")
+    if not isinstance(starts, list) or (len(starts) + 1) % groups:
+        raise source.error("PIPELINE['starts']", f"makes stages that do not divide over MESH['pipeline']={groups}")
+    chunks = (len(starts) + 1) // groups
+    words = {"pp": str(groups), "schedule": names[schedule]}
+    return words | ({"vp": str(chunks)} if chunks > 1 else {})
+
+
+def recomputed(source: Source, patterns: list[str], blocks: list[str]) -> str:
+    """Return the word of what is recomputed; empty for nothing."""
+    if not patterns:
+        return ""
+    if patterns == blocks:
+        return "full"
+    lists = [block.removesuffix(".*") for block in blocks]
+    insides = [next((p.removeprefix(f"{of}.*.") for of in lists if p.startswith(f"{of}.*.")), "") for p in patterns]
+    if all(insides):
+        return "selective:" + "+".join(dict.fromkeys(insides))
+    numbers = [int(found[1]) for p in patterns if (found := re.fullmatch(r".*?(\d+)", p))]
+    step = numbers[0] + 1
+    if len(numbers) == len(patterns) and numbers == list(range(step - 1, step * len(numbers), step)):
+        return f"every:{step}"
+    raise source.error("CHECKPOINT", f"{patterns[0]} and others are no pattern that a layout has; give all blocks, "
+                       "every second one, or one module of all")  # fmt: skip
+
+
+def precision_text(table: dict[str, str]) -> str | None:
+    """Return the policy as ``--precision`` spells it; None for the model's formats."""
+    if not table:
+        return None
+    if "compute" not in table:
+        return f"params=own,reduce={table.get('reduce', 'float32')}"
+    stored = table.get("parameters", "float32")
+    return f"params={table['compute']},master={stored},moments={stored},reduce={table.get('reduce', 'float32')}"
