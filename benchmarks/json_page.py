@@ -30,7 +30,7 @@ version is raised when a key is removed, renamed, or gets another type or meanin
 that you do not know. Numbers are in the unit that their key ends with (`_bytes`, `_seconds`); numbers that are not
 finite are null. [Recipes](recipes.md) show what to do with them.
 
-The one exception is `autopar plan --json` without `--top` and `--like`: it prints the plan file, byte for byte as `-o`
+The one exception is `autopar plan --json` without `--top`, `--like` and `--for`: it prints the plan file, byte for byte as `-o`
 writes it, which has a version of its own (`autopar_plan`).
 
 In Python, `autopar.cli.schemas.loading.load_answer(text)` gives the answer as an object of its dataclass, and refuses

@@ -110,11 +110,12 @@ class Nearby:
 
     def beside(self) -> BesidePlan:
         """Return it with the reason for or against it."""
-        from autopar.report.alternatives import BesidePlan, refusal
+        from autopar.plans.lacking_memory import lacking_memory
+        from autopar.report.alternatives import BesidePlan
 
         if self.found is None:
             return BesidePlan(self.text, None, None, f"impossible: {self.error}", error=self.error)
-        lacking = refusal(self.found.plan, self.found.memory_bytes, self.found.limit_bytes)
+        lacking = lacking_memory(self.found.plan, self.found.memory_bytes, self.found.limit_bytes)
         left = show_bytes(self.found.limit_bytes - self.found.memory_bytes)
         reason = f"fits, {left} left" if lacking is None else lacking.text
         return BesidePlan(self.text, self.found.seconds, self.found.memory_bytes, reason, lacking)
@@ -166,7 +167,7 @@ def _changed(words: dict[str, str], way: dict[str, str | None]) -> str:
 
 def answer(found: PricedLayout, band: ErrorBand | None, others: list[Nearby]) -> list[str]:
     """Return the answer as lines of text."""
-    from autopar.report.alternatives import refusal
+    from autopar.plans.lacking_memory import lacking_memory
 
     layout, pinned = found.layout, found.pinned
     over = found.memory_bytes - found.limit_bytes
@@ -176,7 +177,7 @@ def answer(found: PricedLayout, band: ErrorBand | None, others: list[Nearby]) ->
         f"{show_bytes(found.limit_bytes)} that the fullest device may fill, {side}; a step takes "
         f"{show_seconds(found.seconds)}"
     ]
-    lacking = refusal(found.plan, found.memory_bytes, found.limit_bytes)
+    lacking = lacking_memory(found.plan, found.memory_bytes, found.limit_bytes)
     if lacking is not None:
         lines.append(f"  {lacking.text}: they are {show_bytes(lacking.largest_bytes)} of it")
     lines += [f"  {note}" for note in pinned.notes]
@@ -216,13 +217,14 @@ def certainty(found: PricedLayout, band: ErrorBand | None) -> str:
 
 def _facts(found: PricedLayout, band: ErrorBand | None, others: list[Nearby]) -> Facts:
     """Return the answer as values for JSON."""
-    from autopar.report.alternatives import ranked, refusal
+    from autopar.plans.lacking_memory import lacking_memory
+    from autopar.report.alternatives import ranked
 
     return {
         "like": found.layout.text, "fits": found.fits, "runs": found.pinned.runs, "memory_bytes": found.memory_bytes,
         "limit_bytes": found.limit_bytes, "over_bytes": found.memory_bytes - found.limit_bytes,
         "seconds": found.seconds, "error_band": band, "notes": list(found.pinned.notes),
-        "refused": refusal(found.plan, found.memory_bytes, found.limit_bytes),
+        "refused": lacking_memory(found.plan, found.memory_bytes, found.limit_bytes),
         "would_do": [
             {"like": other.text, "memory_bytes": other.found.memory_bytes, "seconds": other.found.seconds}
             for other in others if other.found is not None and other.fits

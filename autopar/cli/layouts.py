@@ -99,7 +99,8 @@ class Priced:
 
 def alternatives(outcome: Outcome, top: int, likes: Sequence[Priced]) -> list[BesidePlan]:
     """Return the best ``top`` layouts behind the plan and the requested ones, each with why it is not the plan."""
-    from autopar.report.alternatives import BesidePlan, reason_slower, refusal, step_parts
+    from autopar.plans.lacking_memory import lacking_memory
+    from autopar.report.alternatives import BesidePlan, reason_slower, step_parts
 
     plan = outcome.plan
     best = {} if outcome.timeline is None else step_parts(plan, outcome.timeline)
@@ -116,7 +117,7 @@ def alternatives(outcome: Outcome, top: int, likes: Sequence[Priced]) -> list[Be
         if like.found is None:
             rows.append(BesidePlan(like.text, None, None, f"impossible: {like.error}", error=like.error))
             continue
-        lacking = refusal(like.found.plan, like.found.memory_bytes, like.found.limit_bytes)
+        lacking = lacking_memory(like.found.plan, like.found.memory_bytes, like.found.limit_bytes)
         reason = slower(like.found.plan, like.found.timeline) if lacking is None else lacking.text
         rows.append(BesidePlan(like.text, like.found.seconds, like.found.memory_bytes, reason, lacking))
     return rows

@@ -225,7 +225,7 @@ def _plan_for(
     if file is not None:
         file.write(text)
     if as_json:
-        print_json({**parse_json(text), **plan_for.facts(search, found, request.top, own)})
+        print_json({**parse_json(text), **plan_for.facts(search, found, request.top, own)}, "plan")
         return
     plan_for.show(found, cluster, request.top, own)
     if file is not None:

@@ -29,10 +29,14 @@ WORSE = 1.15
 
 @dataclass(frozen=True)
 class Refused:
-    """A layout that is not offered: the trainer cannot say it, or it does not fit."""
+    """A layout that is not offered: the trainer cannot say it, or it does not fit.
+
+    ``found`` is its price if it was priced.
+    """
 
     words: str
     reason: str
+    found: PricedLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,8 @@ class TargetSearch:
             self.improve(found)
         if not self.fitting():
             raise InfeasibleError(self._nothing())
-        return TargetPlans(self.fitting(), [Refused(text, reason) for text, reason in self._reasons.items()])
+        refused = [Refused(text, reason, self._priced.get(text)) for text, reason in self._reasons.items()]
+        return TargetPlans(self.fitting(), refused)
 
     def fitting(self) -> list[PricedLayout]:
         """Return the layouts so far that fit, the fastest first."""

@@ -8,6 +8,7 @@
 :mod:`.planning`          ``plan``, ``fits``
 :mod:`.plans`             ``show``, ``explain``, ``check``, ``memory``, ``diff``; :mod:`.stages`: ``simulate``
 :mod:`.models`            ``inspect``; :mod:`.running`: ``run``, ``verify``, ``profile``
+:mod:`.trainers`          ``export``, ``price``, ``launch``
 :mod:`.hardware`          ``devices``, ``clusters``
 ========================= =============================================================================================
 
@@ -22,5 +23,6 @@ from autopar.cli.schemas import planning as planning
 from autopar.cli.schemas import plans as plans
 from autopar.cli.schemas import running as running
 from autopar.cli.schemas import stages as stages
+from autopar.cli.schemas import trainers as trainers
 from autopar.cli.schemas.registry import ANSWERS as ANSWERS
 from autopar.cli.schemas.registry import id_of as id_of

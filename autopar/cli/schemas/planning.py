@@ -27,20 +27,39 @@ class LikeLayout:
     plan: Annotated[dict[str, Any] | None, "the plan file of the layout"] = None
 
 
-@answer("plan", "autopar plan --top or --like", "autopar show, where the model is not loaded")
+@dataclass(frozen=True, kw_only=True)
+class RestrictionCost:
+    """What one thing that a trainer cannot express costs."""
+
+    what: Annotated[str, "the choice"]
+    seconds: Annotated[float, "seconds of a step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerRestriction:
+    """The trainer of ``--for``, and what its restrictions cost."""
+
+    target: Annotated[str, "its name"]
+    software: Annotated[str, "the software by which it is priced"]
+    own_seconds: Annotated[float | None, "seconds of a step of autopar's own best plan; null without --top"]
+    restrictions: Annotated[list[RestrictionCost], "what each restriction costs; empty without --top"]
+
+
+@answer("plan", "autopar plan --top, --like or --for", "autopar show, where the model is not loaded")
 @dataclass(frozen=True, kw_only=True)
 class PlanAnswer:
     """A plan file, with other layouts beside it.
 
-    ``autopar plan --json`` without ``--top`` and ``--like`` prints the plan file itself, byte for byte as ``-o`` writes
+    ``autopar plan --json`` without ``--top``, ``--like`` and ``--for`` prints the plan file itself, byte for byte as ``-o`` writes
     it: it has its own version, ``autopar_plan``, and no key ``schema``.
     """
 
     plan_file: Annotated[dict[str, Any], OtherKeys("guides/edit-a-plan.md"), "all keys of the plan file"]
     layouts: Annotated[list[LikeLayout], "the layouts of --like, in the order given"] = field(default_factory=list)
-    alternatives: Annotated[list[AlternativeLayout], "the best layouts of --top and those of --like, ranked"] = field(
+    alternatives: Annotated[list[AlternativeLayout], "layouts of --top, of --like and of --for, ranked"] = field(
         default_factory=list
     )
+    trainer: Annotated[TrainerRestriction | None, "only with --for"] = None
     warning: Annotated[str | None, "why the file is shown as it is: the model was not loaded"] = None
 
 
