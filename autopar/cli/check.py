@@ -72,7 +72,8 @@ def check(path: PlanPath, model: ModelOption = None, trust: Trust = False, as_js
     fullest, fullest_said = max(most, key=lambda counted: counted[0].n_bytes, default=(None, 0))
     if as_json:
         counted = {} if fullest is None else {"peak_bytes": fullest.n_bytes, "peak_at": fullest.at}
-        print_json({"certified": all(r.ok for r in reports), "stages": [_as_json(r) for r in reports], **counted})
+        stages = [_as_json(r) for r in reports]
+        print_json({"certified": all(r.ok for r in reports), "stages": stages, **counted}, "check")
     else:
         _show(plan.stages, reports)
         if fullest is not None:

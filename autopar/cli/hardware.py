@@ -28,18 +28,17 @@ def devices(as_json: Json = False) -> None:
     usable = usable_memory()
     profiles = [load_device(name) for name in list_devices()]
     if as_json:
-        print_json(
-            [
-                {
-                    "name": d.name, "memory_bytes": d.memory_bytes,
-                    "memory_bytes_per_second": d.memory_bytes_per_second, "peak_flops": dict(d.peak_flops),
-                    "launch_seconds": d.launch_seconds, "usable_bytes": usable.get(d.name),
-                    "power_watts": d.power_watts, "link": d.link or None, "domain": d.domain,
-                    "host_link": d.host_link or None, "sources": dict(d.sources),
-                }
-                for d in profiles
-            ]
-        )  # fmt: skip
+        rows = [
+            {
+                "name": d.name, "memory_bytes": d.memory_bytes,
+                "memory_bytes_per_second": d.memory_bytes_per_second, "peak_flops": dict(d.peak_flops),
+                "launch_seconds": d.launch_seconds, "usable_bytes": usable.get(d.name),
+                "power_watts": d.power_watts, "link": d.link or None, "domain": d.domain,
+                "host_link": d.host_link or None, "sources": dict(d.sources),
+            }
+            for d in profiles
+        ]  # fmt: skip
+        print_json({"devices": rows}, "devices")
         return
     dtypes = "bfloat16", "float32", "float8"
     table = Table("device", "memory", "bandwidth", *dtypes, "power", "link", "curves", header_style="bold")
@@ -78,7 +77,7 @@ def clusters(
             {"name": c.name, "devices": c.n_devices, "nodes": c.n_nodes, "kinds": kinds, "description": c.description}
         )
     if as_json:
-        print_json(rows)
+        print_json({"clusters": rows}, "clusters")
     elif names:
         for c in listed:
             out().print(c.describe(), markup=False)

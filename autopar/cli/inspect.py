@@ -149,7 +149,7 @@ def inspect(
     if graph_text:
         facts["graph"] = str(graph).splitlines()
     if as_json:
-        print_json(facts)
+        print_json(facts, "inspect")
     else:
         _print(facts)
 
@@ -161,10 +161,10 @@ def _print_passes(runs: Sequence[PassRun], dump_after: str | None, as_json: bool
     from autopar.capture.passes import passes, summary
 
     rows = summary(runs)
-    if dump_after:
-        dumped = next((run for run in rows if run.name == dump_after), None)
-        if dumped is None:
-            raise UsageError(f"pass '{dump_after}' did not run; leave out --skip-pass {dump_after}")
+    dumped = next((run for run in rows if run.name == dump_after), None)
+    if dump_after and dumped is None:
+        raise UsageError(f"pass '{dump_after}' did not run; leave out --skip-pass {dump_after}")
+    if dumped is not None and not as_json:
         print(dumped.dump)
         return
     records = {p.name: p for p in passes()}
@@ -175,7 +175,7 @@ def _print_passes(runs: Sequence[PassRun], dump_after: str | None, as_json: bool
         for run in rows
     ]  # fmt: skip
     if as_json:
-        print_json(facts)
+        print_json({"passes": facts, "program": None if dumped is None else dumped.dump.splitlines()}, "passes")
         return
     table = Table("pass", "phase", "nodes", "time", "reason", header_style="bold")
     for run in rows:

@@ -79,7 +79,7 @@ def memory(
         print_json({
             "plan": str(path), "moment": sentence(devices), "groups": [device.row() for device in devices],
             "group": shown.group, "tensors": shown.tensors(top), "snapshot": summary,
-        })  # fmt: skip
+        }, "memory")  # fmt: skip
         return
     console = out()
     console.print(sentence(devices), markup=False, soft_wrap=True)

@@ -238,7 +238,7 @@ def _report(result: Facts, cluster: str, as_json: bool) -> None:
     result = {**{key: value for key, value in result.items() if key not in of_rank}, "measured_seconds": median,
               "cluster": cluster}  # fmt: skip
     if as_json:
-        print_json(result)
+        print_json(result, "run")
         return
     from rich.table import Table
 

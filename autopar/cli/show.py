@@ -101,7 +101,7 @@ def _print_code(graphs: list[Graph], plan: Plan, stage: int | None, as_json: boo
     numbers = range(len(graphs)) if stage is None else [stage]
     texts = {number: lower(graphs[number], plan.stages[number]).code for number in numbers}
     if as_json:
-        print_json({"code": "\n".join(texts.values()), "stages": list(texts.values())})
+        print_json({"code": "\n".join(texts.values()), "stages": list(texts.values())}, "code")
     elif len(texts) == 1:
         print(*texts.values())
     else:
@@ -135,7 +135,8 @@ def _show_stage(
                 **({"waiting": {name: {"tensors": stage.memory[name], "seconds": s} for name, s in waited.items()}}
                    if waited else {}),
                 **({"profile": profiled} if profiled else {}),
-            }
+            },
+            "show",
         )  # fmt: skip
         return
     console = out()
@@ -174,7 +175,7 @@ def _headline(document: Document, number: int) -> Text:
 
 def _show_file(document: Document, as_json: bool, why: str) -> None:
     if as_json:
-        print_json({**document.raw, "warning": why})
+        print_json({**document.raw, "warning": why}, "plan")
         return
     from autopar.plans.prices import Price
     from autopar.report import tables
@@ -249,7 +250,8 @@ def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
 
     rows, notes = profile_differences(get_cluster(a), get_cluster(b))
     if as_json:
-        print_json({"rows": [{"what": what, "a_seconds": x, "b_seconds": y} for what, x, y in rows], "notes": notes})
+        lines = [{"what": what, "a_seconds": x, "b_seconds": y} for what, x, y in rows]
+        print_json({"rows": lines, "notes": notes}, "diff-profiles")
         return
     console = out()
     for note in notes:
@@ -262,7 +264,8 @@ def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
 
 def _print_diff(a: Path, b: Path, rows: list[Row], as_json: bool, alike: bool) -> None:
     if as_json:
-        print_json([{"what": what, "a": x, "b": y} for what, x, y in rows])
+        differences = [{"what": what, "a": x, "b": y} for what, x, y in rows]
+        print_json({"differences": differences, "same_model": alike}, "diff")
         return
     console = out()
     if not alike:

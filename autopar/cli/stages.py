@@ -47,7 +47,7 @@ def describe(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
 
     facts = facts_of(captured, plan, timeline, cluster)
     if as_json:
-        print_json({**facts, **more})
+        print_json({**facts, **more}, "simulate")
         return
     console, stages = out(), facts["stages"]
     groups = facts["groups"]

@@ -124,7 +124,7 @@ def _report(differences: Sequence[Difference], where: str, as_json: bool) -> Non
     """Print the rows; exit with code 1 if rounding does not explain a difference."""
     rows: list[Facts] = [{**asdict(d), "worst": d.worst, "ok": d.fine} for d in differences]
     if as_json:
-        print_json(rows)
+        print_json({"ok": all(r["ok"] for r in rows), "plans": rows}, "verify")
     else:
         _print(rows, where)
     if not all(r["ok"] for r in rows):

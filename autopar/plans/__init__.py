@@ -10,7 +10,8 @@ The plan
                          memory of that
 :mod:`.memory_decisions` decisions about memory between forward and backward; :mod:`.regather`: the tensors that are
                          regathered, recomputed or given up
-:mod:`.prices`           predicted cost of a stage: seconds and bytes
+:mod:`.prices`           predicted cost of a stage: seconds and bytes; :mod:`.lacking_memory`: bytes that a device
+                         has not
 ======================== ==============================================================================================
 
 The request
