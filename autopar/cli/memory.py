@@ -108,7 +108,7 @@ def _written(file: OutputFile, plan: Plan, memory: DeviceMemory) -> str:
 
 
 def _print_categories(devices: list[DeviceMemory]) -> None:
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
     from rich.text import Text
 
     from autopar.report.memory_contents import CATEGORIES
@@ -118,7 +118,7 @@ def _print_categories(devices: list[DeviceMemory]) -> None:
     for device in devices:
         alike.setdefault((*device.categories.values(), device.limit_bytes), []).append(device)
     columns = list(alike.values())
-    table = Table("at the fullest moment", header_style="bold")
+    table = Table("at the fullest moment")
     for column in columns:
         table.add_column(group_words([device.group for device in column]), justify="right")
     for name in CATEGORIES:
@@ -135,10 +135,10 @@ def _print_categories(devices: list[DeviceMemory]) -> None:
 
 
 def _print_tensors(device: DeviceMemory, top: int) -> None:
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
     from rich.text import Text
 
-    table = Table("the largest", "what", "stage", header_style="bold")
+    table = Table("the largest", "what", "stage")
     table.add_column("bytes", justify="right")
     for row in device.tensors(top):
         pieces = f" ({row['pieces']} tensors)" if row["pieces"] > 1 else ""

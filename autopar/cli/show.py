@@ -241,7 +241,7 @@ def _beginning(path: Path) -> str:
 
 
 def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
     from rich.text import Text
 
     from autopar.plans.clusters import get_cluster
@@ -254,7 +254,7 @@ def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
     console = out()
     for note in notes:
         console.print(note, markup=False)
-    table = Table("what", str(a), str(b), "ratio", header_style="bold")
+    table = Table("what", str(a), str(b), "ratio")
     for what, x, y in rows:
         table.add_row(Text(what), show_seconds(x), show_seconds(y), f"{y / x:.2f}" if x else "-")
     console.print(table)
@@ -270,10 +270,12 @@ def _print_diff(a: Path, b: Path, rows: list[Row], as_json: bool, alike: bool) -
     if not rows:
         console.print("the plans are the same")
         return
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
     from rich.text import Text
 
-    table = Table("what", str(a), str(b), header_style="bold")
+    table = Table("what")
+    for path in (a, b):
+        table.add_column(str(path), below=1)
     for what, x, y in rows:
         table.add_row(Text(what), *(Text(_cell(what, v)) for v in (x, y)))
     console.print(table)
