@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from autopar.report.fitted_tables import Table
 
 from autopar.cli.common import Json, out, print_json
 from autopar.report import Facts
+from autopar.report.fitted_tables import Table
 
 
 def devices(as_json: Json = False) -> None:

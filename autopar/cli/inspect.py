@@ -156,9 +156,8 @@ def inspect(
 
 def _print_passes(runs: Sequence[PassRun], dump_after: str | None, as_json: bool) -> None:
     """Print the passes that ran, or the program behind one of them."""
-    from autopar.report.fitted_tables import Table
-
     from autopar.capture.passes import passes, summary
+    from autopar.report.fitted_tables import Table
 
     rows = summary(runs)
     if dump_after:
@@ -208,10 +207,10 @@ def _compared(loaded: Any, captured: Any, spec: str) -> list[dict[str, Any]]:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    from autopar.report.fitted_tables import Table
     from rich.text import Text
 
     from autopar.errors import first_few
+    from autopar.report.fitted_tables import Table
 
     console = out()
     p = facts["parameters"]

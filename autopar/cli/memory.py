@@ -108,9 +108,9 @@ def _written(file: OutputFile, plan: Plan, memory: DeviceMemory) -> str:
 
 
 def _print_categories(devices: list[DeviceMemory]) -> None:
-    from autopar.report.fitted_tables import Table
     from rich.text import Text
 
+    from autopar.report.fitted_tables import Table
     from autopar.report.memory_contents import CATEGORIES
     from autopar.report.page.memory_chart import group_words
 
@@ -135,8 +135,9 @@ def _print_categories(devices: list[DeviceMemory]) -> None:
 
 
 def _print_tensors(device: DeviceMemory, top: int) -> None:
-    from autopar.report.fitted_tables import Table
     from rich.text import Text
+
+    from autopar.report.fitted_tables import Table
 
     table = Table("the largest", "what", "stage")
     table.add_column("bytes", justify="right")

@@ -39,7 +39,6 @@ from autopar.report import Facts
 
 if TYPE_CHECKING:
     from autopar.report.fitted_tables import Table
-
     from autopar.words.graph import Graph
 
 

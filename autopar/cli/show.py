@@ -241,10 +241,10 @@ def _beginning(path: Path) -> str:
 
 
 def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
-    from autopar.report.fitted_tables import Table
     from rich.text import Text
 
     from autopar.plans.clusters import get_cluster
+    from autopar.report.fitted_tables import Table
     from autopar.report.profile_differences import profile_differences
 
     rows, notes = profile_differences(get_cluster(a), get_cluster(b))
@@ -270,8 +270,9 @@ def _print_diff(a: Path, b: Path, rows: list[Row], as_json: bool, alike: bool) -
     if not rows:
         console.print("the plans are the same")
         return
-    from autopar.report.fitted_tables import Table
     from rich.text import Text
+
+    from autopar.report.fitted_tables import Table
 
     table = Table("what")
     for path in (a, b):

@@ -9,10 +9,9 @@ from autopar.report import Facts
 from autopar.words.meshes import Mesh
 
 if TYPE_CHECKING:
-    from autopar.report.fitted_tables import Table
-
     from autopar.capture import Captured
     from autopar.plans.plan import Plan
+    from autopar.report.fitted_tables import Table
     from cost_models.schedules import Timeline
     from hardware_profiles import Cluster
 

@@ -281,9 +281,8 @@ def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: PyTree, kwarg
 
 
 def _print(rows: list[Facts], where: str) -> None:
-    from autopar.report.fitted_tables import Table
-
     from autopar.comparison.program_vs_eager import OF_ONE_DEVICE
+    from autopar.report.fitted_tables import Table
 
     title = f"worst relative difference to one device, {where}"
     table = Table(title=title)

@@ -48,7 +48,8 @@ def modules_in_words(lists: Mapping[str, str], modules: Iterable[str]) -> str:
     for module in modules:
         path, number = place_in_list(module)
         if number is None:
-            if last := path.rpartition(".")[2]:
+            holds_lists = any(list_.startswith(path + ".") for list_ in lists)
+            if (last := path.rpartition(".")[2]) and not holds_lists:
                 names.setdefault(last, [])
         else:
             names.setdefault(lists.get(path, path), []).append(number)

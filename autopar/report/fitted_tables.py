@@ -107,8 +107,8 @@ class _Narrow:
             yield _styled(title, self.table.title_style or "bold")
         stacked = [_stacked(self.heads[k].plain, self.widths[k]) for k in self.shown]
         depth = max(map(len, stacked))
-        for level in range(depth):
-            heads = [Text(lines[level - depth + len(lines)] if level >= depth - len(lines) else "") for lines in stacked]
+        for level in zip(*([""] * (depth - len(lines)) + lines for lines in stacked), strict=True):
+            heads = [Text(text) for text in level]
             if any(head.plain for head in heads):
                 yield _styled(self._line(heads), str(self.table.header_style or "bold"))
         yield Text("─" * min(self.width, self._rest_of_line()))

@@ -6,12 +6,13 @@ alone, the shares of the work are written behind its term.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import prod
 
 from autopar.plans.plan import Plan, StagePlan, segment_numbers
 from autopar.report.axes_in_words import BATCH, EXPERTS, FEATURES, NOTHING, SEQUENCE, SHOWN, AxisUse
 from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 
 TERMS = {FEATURES: "TP", SEQUENCE: "CP", EXPERTS: "EP", BATCH: "DP"}
 """Terms of what an axis shards, in the order in which they are written."""
@@ -21,6 +22,7 @@ WORDS = {
     "gas": "{} microbatches", "schedule": "{}", "optimizer": "{}", "precision": "{}",
 }  # fmt: skip
 """Words of a requested layout, in the order in which they are written."""
+ONE = "one device"
 MOSTLY, ALL = 0.5, 0.9
 """Shares of the work from which an axis has the term of what it shards, and from which recomputation is called full."""
 
@@ -41,17 +43,32 @@ def plan_in_words(graph: Graph, plan: Plan, use: AxisUse | None = None) -> str:
     if requested:
         return layout_in_words(requested)
     use = use or AxisUse(graph)
-    by_mesh: dict[object, list[int]] = {}
-    for number, stage in enumerate(plan.stages):
-        by_mesh.setdefault(stage.mesh, []).append(number)
-    pipeline = _pipeline(plan)
-    if len(by_mesh) == 1:
-        return ", ".join(_terms(use, plan.stages, pipeline) + _recompute(graph, use, plan)) or "one device"
-    parts = [
-        f"{_stages(numbers)}: {', '.join(_terms(use, [plan.stages[k] for k in numbers], [])) or 'one device'}"
-        for numbers in by_mesh.values()
-    ]
-    return "; ".join([", ".join(pipeline + _recompute(graph, use, plan)), *parts])
+    sizes = {node.target: prod(node.out.shape) for _, node in graph.of_kind("param")}
+    pipeline, again = _pipeline(plan), _recompute(graph, use, plan)
+    if len({stage.mesh for stage in plan.stages}) == 1:
+        return ", ".join(_terms(use, plan.stages, sizes, pipeline=pipeline) + again) or ONE
+    return "; ".join(filter(None, [", ".join(pipeline + again), mesh_by_mesh(use, plan.stages, None, sizes)]))
+
+
+def mesh_by_mesh(
+    use: AxisUse, stages: Sequence[StagePlan], only: Container[str] | None, sizes: Mapping[str, int]
+) -> str:
+    """Return the terms of stages; of stages with different meshes, those of each mesh.
+
+    Args:
+        use: what axes shard.
+        stages: the stages.
+        only: names of the operators that count; None for all.
+        sizes: elements of the parameters that count.
+    """
+    by_mesh: dict[Mesh, list[StagePlan]] = {}
+    for stage in stages:
+        by_mesh.setdefault(stage.mesh, []).append(stage)
+    said = {
+        f"mesh {mesh.shown() or 'of one device'}": ", ".join(_terms(use, alike, sizes, only)) or ONE
+        for mesh, alike in by_mesh.items()
+    }
+    return "; ".join(f"{which}: {terms}" if len(said) > 1 else terms for which, terms in said.items())
 
 
 def layout_in_words(text: str) -> str:
@@ -67,7 +84,7 @@ def layout_in_words(text: str) -> str:
             shown += f" (interleaved {given['vp']})"
         terms.append(template.format(shown).strip())
     given.pop("vp", None)
-    return ", ".join(terms + [f"{word}={value}" if value else word for word, value in given.items()]) or "one device"
+    return ", ".join(terms + [f"{word}={value}" if value else word for word, value in given.items()]) or ONE
 
 
 def _pipeline(plan: Plan) -> list[str]:
@@ -79,13 +96,16 @@ def _pipeline(plan: Plan) -> list[str]:
     return [f"PP {groups} ({chunks}{plan.schedule.name})"]
 
 
-def _terms(use: AxisUse, stages: Sequence[StagePlan], pipeline: list[str]) -> list[str]:
+def _terms(
+    use: AxisUse, stages: Sequence[StagePlan], elements: Mapping[str, int], only: Container[str] | None = None,
+    pipeline: Sequence[str] = (),
+) -> list[str]:  # fmt: skip
     """Return the terms of stages of one mesh, with the pipeline before the data ranks."""
     sizes: dict[str, int] = {}
     notes: dict[str, list[str]] = {}
     others: list[str] = []
     data: list[str] = []
-    for axis, shares in use.shares(stages).items():
+    for axis, shares in use.shares(stages, only).items():
         name, _, size = axis.rpartition("=")
         what = _what(shares)
         if what is None:
@@ -105,7 +125,6 @@ def _terms(use: AxisUse, stages: Sequence[StagePlan], pipeline: list[str]) -> li
     said += pipeline
     if BATCH in sizes:
         said.append(f"DP {sizes[BATCH]}" + (f" ({'; '.join(notes[BATCH])})" if BATCH in notes else ""))
-    elements = {node.target: prod(node.out.shape) for _, node in use.graph.of_kind("param")}
     return said + others + _zero(stages, data, elements)
 
 
@@ -156,7 +175,7 @@ def _recompute(graph: Graph, use: AxisUse, plan: Plan) -> list[str]:
     return ["full recompute" if share >= ALL else f"recompute of {share:.0%} of the work"]
 
 
-def _stages(numbers: Sequence[int]) -> str:
+def stages_in_words(numbers: Sequence[int]) -> str:
     """Return stage numbers as ``stage 3``, ``stages 0 to 3`` or ``stages 0, 2, 5``."""
     if len(numbers) == 1:
         return f"stage {numbers[0]}"
