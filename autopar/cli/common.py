@@ -297,6 +297,7 @@ def model_of(
     The graph is that of one microbatch. A Python file that only the plan file names is imported only with ``trust``: a
     plan may come from anyone, and its model would run with all rights of the user who looks at it.
     """
+    import autopar.frontends.models  # noqa: F401  registers the frontends, whose prefixes runs_code looks for
     from autopar.frontends import runs_code
     from autopar.rules.experts.expert_load import with_load
 
