@@ -42,7 +42,7 @@ def test_files_are_read_as_what_was_written(words, model, precision, optimizer, 
         assert_same(read(tmp_path / "training_arguments.json", "accelerate"), export)
         changed = json.loads(files.files["training_arguments.json"]) | {"per_device_train_batch_size": 7}
         (tmp_path / "training_arguments.json").write_text(json.dumps(changed))
-        with pytest.raises(AutoparError, match="per_device_train_batch_size: is 7, run.json says"):
+        with pytest.raises(AutoparError, match=r"per_device_train_batch_size: is 7, run.json says"):
             read(tmp_path / "accelerate.yaml", "accelerate")
 
 
