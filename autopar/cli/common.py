@@ -113,8 +113,17 @@ class UntrustedModelError(ModelError):
     """A plan file that names Python code which the user has not allowed to run."""
 
 
-def print_json(value: object) -> None:
-    """Print a value as JSON on standard output; infinite numbers become null."""
+def print_json(value: object, schema: str | None = None) -> None:
+    """Print a value as JSON on standard output; infinite numbers become null.
+
+    ``schema`` names the answer in the table of :mod:`autopar.cli.schemas`: the document, which is an object, says so
+    under its key ``schema``.
+    """
+    if schema is not None:
+        from autopar.cli.schemas import id_of
+
+        assert isinstance(value, dict)
+        value = {"schema": id_of(schema), **value}
 
     def plain(v: object) -> object:
         if dataclasses.is_dataclass(v) and not isinstance(v, type):

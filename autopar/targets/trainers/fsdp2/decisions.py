@@ -16,6 +16,7 @@ from autopar.targets.target import Export
 from autopar.targets.trainers.fsdp2.inputs import inputs_with_rows, loss_position, named_inputs
 from autopar.targets.trainers.fsdp2.patterns import compressed
 from autopar.targets.trainers.fsdp2.staging import pipeline_of
+from autopar.targets.trainers.fsdp2.tensor_styles import tensor_table
 from autopar.words.precision import OWN
 
 Table = dict[str, Any]
@@ -38,7 +39,7 @@ def parallel_tables(export: Export) -> dict[str, Any]:
         "FULLY_SHARD": {"modules": compressed(list(blocks_of(export.priced.captured.graph))), "zero": min(layout.zero, 3)},
         "CHECKPOINT": checkpointed(export),
         "PRECISION": precision_of(export),
-        "TENSOR": {},
+        "TENSOR": tensor_table(export),
         "PIPELINE": pipeline_of(export),
     }  # fmt: skip
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +96,19 @@ def outside(model: nn.Module, blocks: Sequence[str]) -> list[str]:
         if not holds and not within and any(True for _ in module.parameters()):
             found.append(path)
     return found
+
+
+@contextlib.contextmanager
+def on_shapes(mode: FakeTensorMode) -> Iterator[None]:
+    """Run on shapes alone in this scope; torch's log of what fails there is silenced, since it is reported."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        with mode:
+            yield
+    finally:
+        log.setLevel(before)
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -13,7 +13,7 @@ from autopar.targets.target import Export
 from autopar.targets.trainers.fsdp2.folder import pipeline
 from autopar.targets.trainers.fsdp2.inputs import caller, inputs_with_rows, loss_position, microbatch_of_rank
 from autopar.targets.trainers.fsdp2.patterns import compressed
-from autopar.targets.trainers.fsdp2.recording import Recorded, fake_copy, fake_inputs
+from autopar.targets.trainers.fsdp2.recording import Recorded, fake_copy, fake_inputs, on_shapes
 from autopar.targets.trainers.fsdp2.sayable import SCHEDULES
 from autopar.torch_private import FakeTensorMode
 
@@ -34,7 +34,7 @@ def pipeline_of(export: Export) -> dict[str, Any]:
     call = caller(loss_position(export))
     recorded = Recorded(model, starts, blocks)
     try:
-        with mode, recorded:
+        with on_shapes(mode), recorded:
             call(model, inputs)
     except Exception as error:
         raise refusal(export, f"a call on shapes alone raises {first_line(error)}") from error
@@ -144,7 +144,7 @@ def check_stages(export: Export, table: dict[str, Any], blocks: list[str]) -> No
     model = fake_copy(export.loaded.model, mode)
     floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for number in range(len(table["starts"]) + 1):
-        with mode:
+        with on_shapes(mode):
             stage = pipeline.Stage(model, caller(loss_position(export)), number, table, blocks, constants, floats)
             stage.take_arrivals()
             arrived = [pipeline.empty(t, floats, "cpu").requires_grad_() for t in stage.takes.values()]

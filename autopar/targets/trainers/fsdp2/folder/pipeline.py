@@ -119,7 +119,7 @@ class Stage(nn.Module):
     Attributes:
         whole: the model, in which modules of other stages are absent.
         number: of the stage.
-        tied: this stage's copies of parameters that other stages have, too, by name.
+        tied: the paths in this stage of parameters that other stages have, too, by their names.
         constants: the inputs without rows.
     """
 
@@ -145,7 +145,7 @@ class Stage(nn.Module):
         for name, p in tied.items():
             if number > min(table["tied"][name]):  # a copy of its own: the other stage may be on this rank, too
                 memo[id(p)] = nn.Parameter(p.detach().clone(), p.requires_grad)
-        self.tied = {name: memo[id(p)] for name, p in tied.items()}
+        copies = {id(memo[id(p)]): name for name, p in tied.items()}
         self.whole = copy.deepcopy(model, memo)
         bounds = [0, *(blocks.index(start) for start in starts), len(blocks)]
         self.blocks = blocks[bounds[number] : bounds[number + 1]]
@@ -157,6 +157,8 @@ class Stage(nn.Module):
             leaves_with = list(table["takes"][path]) if path == following else None
             module = model.get_submodule(path)
             self.whole.set_submodule(path, Absent(module, returned(table, path), floats, leaves_with))
+        named = self.whole.named_parameters(remove_duplicate=False)
+        self.tied = {copies[id(p)]: path for path, p in named if id(p) in copies}
         self.swapped: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def take_arrivals(self) -> None:
@@ -236,7 +238,7 @@ class Schedule:
 
     def _add_up(self, name: str, group: dist.ProcessGroup | None) -> None:
         """Add up the gradients of the copies of one parameter."""
-        grads = [stage.tied[name].grad for stage in self.stages if name in stage.tied]
+        grads = [s.whole.get_parameter(s.tied[name]).grad for s in self.stages if name in s.tied]
         if not grads:
             return
         local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
