@@ -44,7 +44,7 @@ def check(folder):
         said = [f"{config.distributed_type.value} of {config.num_processes}, {config.mixed_precision}"]
         fsdp = config.distributed_type == "FSDP"
         mesh = ParallelismConfig() if config.parallelism_config else None
-        ranks = case["devices"]
+        ranks, tensor = case["devices"], mesh is not None and mesh.tp_size > 1
         if mesh is not None:
             mesh._validate_accelerator(Accelerated(case["devices"], fsdp))
             sizes = {k: v for k, v in mesh._sizes.items() if v > 1}
@@ -69,7 +69,7 @@ def check(folder):
         assert not fsdp or own.fsdp_plugin_args["fsdp_version"] == 2
         said.append("TrainingArguments")
     if case.get("runs"):
-        said.append(compared(folder, [str(HERE / "on_processors.py"), "train.py"], {}, 1e-4, 0.01))
+        said.append(compared(folder, [str(HERE / "on_processors.py"), "train.py"], {}, 1e-4, 0.01, saved=tensor))
     return "; ".join(said)
 
 
