@@ -10,6 +10,9 @@ from autopar.targets.trainers.megatron.precisions import precision_of
 from autopar.targets.trainers.megatron.stage_texts import stages_of_text
 
 OVERLAPPED, PLAIN = "megatron-2023", "megatron-2023-plain"
+OF_2021 = ("--checkpoint-activations", "--checkpoint-num-layers", "--activations-checkpoint-method", "--DDP-impl",
+           "--distribute-checkpointed-activations", "--layernorm-epsilon", "--min-scale")  # fmt: skip
+"""Options that only releases before Megatron-Core had (tags v1.0 to v2.6)."""
 SIZES = {
     "hidden_size": ("--hidden-size",), "num_hidden_layers": ("--num-layers", "--encoder-num-layers"),
     "num_attention_heads": ("--num-attention-heads",), "intermediate_size": ("--ffn-hidden-size",),
@@ -54,8 +57,11 @@ def config_of(options: Options, devices: int | None, software: str | None = None
     unpriced = [*options.unpriced, *_dispatch(options)]
     ignored: list[str] = []
     software = software or _software(options, words)
+    if software not in (OVERLAPPED, PLAIN):
+        options.has("--tp-comm-overlap")  # NeMo's software has it
     for name in options.values.keys() - options.read:
-        why = effect(name)
+        off = options.values[name] and set(options.values[name]) <= {"0", "0.0", "none", "False"}
+        why = "" if off else effect(name)
         shown = options.names.get(name, name)
         unpriced += [f"{shown}: {why}"] if why else []
         ignored += [] if why else [shown]
@@ -72,8 +78,10 @@ def _model(options: Options) -> dict[str, int]:
         number = next((n for n in (options.number(option) for option in choices) if n is not None), None)
         if number is not None:
             found[name] = number
-    if options.has("--group-query-attention") and options.has("--num-query-groups"):
-        found["num_key_value_heads"] = options.number("--num-query-groups") or 1
+    groups = "--num-query-groups"
+    grouped = options.has("--group-query-attention") or groups in options.names  # a field says it by itself
+    if options.has(groups) and grouped:
+        found["num_key_value_heads"] = options.number(groups) or 1
     size = options.number("--moe-ffn-hidden-size")
     if size is not None:
         found["moe_intermediate_size"] = size
@@ -291,6 +299,8 @@ def _dispatch(options: Options) -> list[str]:
 
 def _software(options: Options, words: dict[str, str]) -> str:
     """Return the record of the software: with gradients and parameters overlapped, or as the defaults are."""
+    if any(option in options.values for option in OF_2021):
+        return "megatron-2021"
     reduces, gathers = options.has("--overlap-grad-reduce"), options.has("--overlap-param-gather")
     if words.get("zero") == "1" and reduces != gathers:
         options.unpriced.append(

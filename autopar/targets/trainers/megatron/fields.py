@@ -48,7 +48,7 @@ IGNORED = frozenset("""
     --mtp-loss-scaling-factor --cross-entropy-loss-fusion --cross-entropy-fusion-impl --use-te-activation-func
     --te-rng-tracker --high-priority-a2a-comm-stream --data-impl --mmap-warmup --override-lr-scheduler
     --use-checkpoint-lr-scheduler --scaled-upper-triang-masked-softmax-fusion --no-scaled-masked-softmax-fusion
-    --qk-layernorm --qk-l2-norm --swiglu --squared-relu --quick-geglu --normalization --add-qkv-bias
+    --attention-dropout --hidden-dropout --pin-cpu-grads --qk-layernorm --qk-l2-norm --swiglu --squared-relu --quick-geglu --normalization --add-qkv-bias
     --disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention --kv-channels
     --multi-latent-attention --make-vocab-size-divisible-by --decrease-batch-size-if-needed --config-logger-dir
     --softmax-type --glu-linear-offset --activation-func-clamp-value --apply-residual-connection-post-layernorm
@@ -93,7 +93,10 @@ UNPRICED = {
     "--use-nccl-ub": "registered buffers make collectives of data parallelism faster than the price takes",
     "--reuse-grad-buf-for-mxfp8-param-ag": "parameters are gathered into the gradients' buffer; the price has both",
     "--tensor-parallel-num-weight-shards": "weights are in further shards, gathered for use; the price has them whole",
-    "--virtual-pipeline-model-parallel-size": "",
+    "--defer-embedding-wgrad-compute": "the embedding's weight gradients are computed when the pipeline drains",
+    "--wgrad-deferral-limit": "the embedding's weight gradients are computed when the pipeline drains",
+    "--fsdp-double-buffer": "gathered parameters have two buffers of a fixed size; the price has those in use",
+    "--fsdp-manual-registration": "registered buffers make collectives faster than the price takes",
 }
 """Options that the price does not know, and in which direction it is off."""
 UNKNOWN_EFFECT = "the price does not know it"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.planner.layouts.stage_starts import blocks_of, sizes_of
+from autopar.targets.stages import blocks_of_stages, counts
 from autopar.targets.target import ConfigError, Export, Written
-from autopar.targets.trainers.megatron.layouts import layout_arguments, precision_arguments
+from autopar.targets.trainers.megatron.layouts import check_batch, layout_arguments, precision_arguments
 from autopar.targets.trainers.megatron.models import Arguments, model_arguments
 
 RELEASE = "core_v0.19.0"
@@ -29,15 +29,6 @@ sys.argv = [str(root / "{script}"), *words, *sys.argv[1:]]
 sys.path.insert(0, str(root))
 runpy.run_path(sys.argv[0], run_name="__main__")
 '''
-START = """#!/bin/bash
-# {title}
-# devices: {devices}
-# On every node: NODE_RANK=0 (1, 2, ...) MASTER_ADDR=(that of node 0) MEGATRON_LM=(its checkout, {release}) bash pretrain.sh
-set -euo pipefail
-cd "$(dirname "$0")"
-exec torchrun --nnodes {nodes} --nproc-per-node {per_node} --node-rank "${{NODE_RANK:-0}}" \\
-    --master-addr "${{MASTER_ADDR:-127.0.0.1}}" --master-port "${{MASTER_PORT:-29500}}" pretrain.py "$@"
-"""
 CONNECTIONS = (
     'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # collectives of tensor parallelism start in the order of launches'
 )
@@ -58,8 +49,9 @@ def write(export: Export) -> Written:
     """Write the files that run a plan in Megatron-LM.
 
     Raises:
-        ConfigError: Megatron-LM cannot divide the batch, the sequence or the numbers so.
+        ConfigError: Megatron-LM cannot divide the batch or the sequence so, or has no such numbers or optimizer.
     """
+    check_batch(export)
     sizes = layers_of_stages(export)
     layout = export.layout
     policy = layout.precision or export.precision
@@ -73,17 +65,14 @@ def write(export: Export) -> Written:
         "optimizer": dict(OPTIMIZERS[optimizer]),
         "data and steps: yours go here": TO_FILL_IN,
     }
-    nodes, per_node = _nodes(export)
     names = {
-        "release": RELEASE, "script": "pretrain_gpt.py", "devices": layout.n_devices, "nodes": nodes,
-        "per_node": per_node, "title": f"{export.loaded.spec}: {layout.text} on {export.cluster_name}",
+        "release": RELEASE, "script": "pretrain_gpt.py",
         "environment": NO_CONNECTIONS if layout.zero == 3 else CONNECTIONS,
     }  # fmt: skip
     return Written(
         {
             "arguments.txt": "".join(_section(name, arguments) for name, arguments in groups.items()),
             "pretrain.py": RANK.format(**names),
-            "pretrain.sh": START.format(**names),
             "bridge_overrides.txt": bridge_overrides(export, groups["layout"] | groups["precision"]),
         },
         argv=("pretrain.py",),
@@ -99,27 +88,12 @@ def layers_of_stages(export: Export) -> list[int]:
     Raises:
         ConfigError: a stage boundary of the plan is inside a layer.
     """
-    plan, graph = export.priced.plan, export.priced.captured.graph
-    blocks = list(blocks_of(graph))
-    n_stages = export.layout.groups * export.layout.chunks
-    if n_stages == 1:
-        return [len(blocks)]
-    sizes = sizes_of(len(blocks), n_stages)
-    if len(plan.stages) != n_stages:
-        raise ConfigError(f"the plan has {len(plan.stages)} stages, its layout {n_stages}; export a plan of that layout")
-    return sizes
-
-
-def _nodes(export: Export) -> tuple[int, int]:
-    of_node = export.cluster.node_of
-    counts = {node: of_node[: export.layout.n_devices].count(node) for node in of_node[: export.layout.n_devices]}
-    each = max(counts.values())
-    if len(set(counts.values())) > 1:
-        raise ConfigError(
-            f"torchrun starts equally many ranks on every node, this cluster's nodes have {min(counts.values())} and "
-            f"{each}; plan for nodes that are alike"
-        )
-    return len(counts), each
+    stages = blocks_of_stages(export)
+    cut = next((number for number, stage in enumerate(stages) if not stage.whole), None)
+    if cut is not None:
+        raise ConfigError(f"stage {cut} of the plan begins or ends inside a layer, Megatron-LM's hold whole layers; "
+                          "plan with --for megatron")  # fmt: skip
+    return counts(stages)
 
 
 def _section(name: str, arguments: Arguments) -> str:

@@ -17,8 +17,7 @@ from own_megatron import checked, fields
 def check_folder(folder: Path) -> bool:
     """Print what Megatron makes of a folder; return whether it takes it."""
     words = shlex.split((folder / "arguments.txt").read_text(encoding="utf-8"), comments=True)
-    world = int(next(line.split()[-1] for line in (folder / "pretrain.sh").read_text().splitlines()
-                     if line.startswith("# devices:")))  # fmt: skip
+    world = int(json.loads((folder / "case.json").read_text(encoding="utf-8"))["devices"])
     sharded = "--use-megatron-fsdp" in words
     try:
         args = checked(words, world, None if sharded else "1")
