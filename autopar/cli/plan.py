@@ -125,6 +125,7 @@ def plan(
     from autopar.plans.clusters import as_trainer, profile_of
     from autopar.profiling.measured_load import with_measured_load
     from autopar.progress import heard
+    from autopar.report.alternatives import ranked
     from autopar.rules.experts.expert_load import with_load
     from hardware_profiles import load_cluster
 
@@ -186,14 +187,15 @@ def plan(
         files["--like-output"].write(dumps(*described))
     if as_json:
         text = dumps(*_file(outcome, loaded, captured, chosen, output.parent if output else Path()))
-        if not priced:
+        if not priced and top == 1:
             sys.stdout.write(text)
             return
         rows = []
         for row in priced:
             of_row = dumps(*_file(_as_outcome(row.found), loaded, captured, cluster, Path())) if row.found else "null"
             rows.append(row.facts(hardware, parse_json(of_row)))
-        print_json({**parse_json(text), "layouts": rows})
+        beside = ranked(layouts.alternatives(outcome, top, priced))
+        print_json({**parse_json(text), "layouts": rows, "alternatives": beside}, "plan")
     else:
         _summary(outcome, outcome.cluster or hardware, output, top)
         layouts.show(outcome, hardware, top, priced, output, like_output)
@@ -223,7 +225,7 @@ def _plan_for(
     if file is not None:
         file.write(text)
     if as_json:
-        print_json({**parse_json(text), **plan_for.facts(search, found, request.top, own)})
+        print_json({**parse_json(text), **plan_for.facts(search, found, request.top, own)}, "plan")
         return
     plan_for.show(found, cluster, request.top, own)
     if file is not None:

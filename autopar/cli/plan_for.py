@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from autopar.targets.restriction import RestrictedPlan
     from autopar.targets.search import TargetPlans, TargetSearch
 
+SMALL = 0.0005
+"""Share of a step below which a restriction is not listed."""
+
 
 def search_of(
     loaded: Loaded, captured: Captured, where: str, request: PlanRequest, name: str
@@ -24,19 +27,14 @@ def search_of(
     from autopar.capture.microbatches import rows_of
     from autopar.planner.layouts.pricing import PricedLayouts
     from autopar.planner.planning import options_of
-    from autopar.plans.clusters import get_cluster
     from autopar.targets import target_named
-    from autopar.targets.model_facts import facts_of
-    from autopar.targets.search import TargetSearch
+    from autopar.targets.exporting import Exporter
 
     example = loaded.args, loaded.kwargs
     layouts = PricedLayouts(loaded.model, captured, example, options_of(request), request.input_rows)
-    facts = facts_of(loaded.model, captured)
     with progress(f"searching what {name} can express") as say:
-        search = TargetSearch(
-            target_named(name), layouts, where, get_cluster(where), facts, rows_of(example), loaded.seq, say
-        )
-        found = search.find()
+        search = Exporter(target_named(name), loaded, captured, layouts, where, rows_of(example), say).search()
+        found = search.find(request.top)
     plans = [_for(name, each) for each in found.fitting]
     return search, replace(found, fitting=plans)
 
@@ -115,20 +113,35 @@ def cost_lines(best: PricedLayout, own: RestrictedPlan) -> list[str]:
         f"({more / seconds:+.1%})"
     ]
     lines += [
-        f"  {each.what}: {each.seconds / seconds:+.1%}" for each in own.restrictions if abs(each.seconds) > seconds / 2000
-    ]
+        f"  {each.what}: {each.seconds / seconds:+.1%}"
+        for each in own.restrictions if abs(each.seconds) > SMALL * seconds
+    ]  # fmt: skip
     return lines
 
 
 def facts(search: TargetSearch, found: TargetPlans, top: int, own: RestrictedPlan | None) -> Facts:
     """Return the layouts of a trainer and the cost of its restrictions as values for JSON."""
-    return {
+    from autopar.plans.lacking_memory import lacking_memory
+    from autopar.report.alternatives import BesidePlan, ranked, reason_slower, step_parts
+
+    best = found.best
+    parts = step_parts(best.plan, best.timeline)
+    rows = [
+        BesidePlan(
+            each.layout.text, each.seconds, each.memory_bytes,
+            reason_slower(each.seconds, step_parts(each.plan, each.timeline), best.seconds, parts),
+        ) for each in found.fitting[1:top]
+    ]  # fmt: skip
+    for each in found.refused:
+        priced = each.found
+        lacking = None if priced is None else lacking_memory(priced.plan, priced.memory_bytes, priced.limit_bytes)
+        if priced is None or lacking is None:
+            rows.append(BesidePlan(each.words, None, None, f"impossible: {each.reason}", error=each.reason))
+        else:
+            rows.append(BesidePlan(each.words, priced.seconds, priced.memory_bytes, lacking.text, lacking))
+    restriction = {
         "target": search.target.name, "software": search.target.software,
-        "alternatives": [
-            {"layout": each.layout.text, "seconds": each.seconds, "memory_bytes": each.memory_bytes,
-             "limit_bytes": each.limit_bytes, "notes": list(each.pinned.notes)} for each in found.fitting[:top]
-        ],
-        "refused": [{"layout": each.words, "reason": each.reason} for each in found.refused],
         "own_seconds": own.own.plan.seconds if own is not None else None,
         "restrictions": [{"what": each.what, "seconds": each.seconds} for each in own.restrictions] if own else [],
     }  # fmt: skip
+    return {"layouts": [], "alternatives": ranked(rows), "trainer": restriction}
