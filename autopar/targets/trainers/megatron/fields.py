@@ -19,7 +19,8 @@ IGNORED_GROUPS = (
     "fault injector", "biencoder", "vision",
 )  # fmt: skip
 """Groups of options that change neither the time of a step nor its memory, but for those read or named below."""
-IGNORED = frozenset("""
+IGNORED = frozenset(
+    """
     --distributed-backend --distributed-timeout-minutes --local-rank --local_rank --lazy-mpu-init
     --pipeline-model-parallel-comm-backend --high-priority-stream-groups --nccl-communicator-config-path
     --distributed-timeout-seconds-after-init --flight-recorder-dump-path --flight-recorder-trace-buffer-size
@@ -48,7 +49,8 @@ IGNORED = frozenset("""
     --mtp-loss-scaling-factor --cross-entropy-loss-fusion --cross-entropy-fusion-impl --use-te-activation-func
     --te-rng-tracker --high-priority-a2a-comm-stream --data-impl --mmap-warmup --override-lr-scheduler
     --use-checkpoint-lr-scheduler --scaled-upper-triang-masked-softmax-fusion --no-scaled-masked-softmax-fusion
-    --attention-dropout --hidden-dropout --pin-cpu-grads --qk-layernorm --qk-l2-norm --swiglu --squared-relu --quick-geglu --normalization --add-qkv-bias
+    --attention-dropout --hidden-dropout --pin-cpu-grads --qk-layernorm --qk-l2-norm
+    --swiglu --squared-relu --quick-geglu --normalization --add-qkv-bias
     --disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention --kv-channels
     --multi-latent-attention --make-vocab-size-divisible-by --decrease-batch-size-if-needed --config-logger-dir
     --softmax-type --glu-linear-offset --activation-func-clamp-value --apply-residual-connection-post-layernorm
@@ -58,7 +60,8 @@ IGNORED = frozenset("""
     --tiktoken-special-tokens --export-force-local-attention --enable-gpt-oss --no-delay-grad-reduce
     --cuda-graph-warmup-steps --tokenizer-hf-use-fast --tokenizer-hf-include-special-tokens --sft
     --sft-tokenizer-prompt-format --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp
-""".split())
+""".split()
+)
 """Options of other groups that change neither, or that describe the model, which is given by itself."""
 UNPRICED = {
     "--optimizer-cpu-offload": "the optimizer's state is moved to the host; the price keeps it on the device",

@@ -34,12 +34,10 @@ NARROW = {
 
 def refuses(layout: Layout, model: ModelFacts) -> str:
     """Return why Megatron-LM cannot train a model in a layout, in one sentence with both numbers; empty if it can."""
-    checks = (refused_model, _heads, _experts, _context, _pipeline, _recompute, _precision)
-    for check in checks:
-        reason = check(model) if check is refused_model else check(layout, model)  # type: ignore[operator]
-        if reason:
-            return str(reason)
-    return ""
+    reason = refused_model(model)
+    for check in (_heads, _experts, _context, _recompute):
+        reason = reason or check(layout, model)
+    return reason or _pipeline(layout) or _precision(layout)
 
 
 def _heads(layout: Layout, model: ModelFacts) -> str:
@@ -84,7 +82,7 @@ def _context(layout: Layout, model: ModelFacts) -> str:
     return ""
 
 
-def _pipeline(layout: Layout, model: ModelFacts) -> str:
+def _pipeline(layout: Layout) -> str:
     m, pp = layout.microbatches, layout.groups
     if layout.zero == 3 and pp > 1:
         return f"Megatron-FSDP is written for pp=1, pp={pp} is asked for; use zero=1"
@@ -104,7 +102,7 @@ def _recompute(layout: Layout, model: ModelFacts) -> str:
     return ""
 
 
-def _precision(layout: Layout, model: ModelFacts) -> str:
+def _precision(layout: Layout) -> str:
     if layout.precision is None:
         return ""
     try:
@@ -194,18 +192,18 @@ def check_batch(export: Export) -> None:
     cp, tp, pp = layout.sizes["cp"], layout.sizes["tp"], layout.groups
     places = export.sequence or 0
     if cp > 1 and places % (2 * cp):  # validate_args
-        raise ConfigError(f"Megatron-LM needs sequences of a multiple of 2 x cp = {2 * cp} places, these have {places}; "
+        raise ConfigError(f"Megatron-LM needs a multiple of 2 x cp = {2 * cp} places in a row, there are {places}; "
                           "use another sequence or cp")  # fmt: skip
     if layout.sequence_parallel and places % (tp * cp):
-        raise ConfigError(f"Megatron-LM needs sequences of a multiple of tp x cp = {tp * cp} places, these have "
+        raise ConfigError(f"Megatron-LM needs a multiple of tp x cp = {tp * cp} places in a row, there are "
                           f"{places}; use another sequence, or leave sp out")  # fmt: skip
     rounds = max(1, m // pp)
     if layout.chunks > 1 and m >= pp and m % rounds:  # schedules.py: nor may the last group have fewer than pp
-        raise ConfigError(f"Megatron-LM runs {m} microbatches of interleaved stages in groups of pp={pp} and more, which "
-                          f"have to be equal here; use {m - m % pp} or {m - m % pp + pp}")  # fmt: skip
+        raise ConfigError(f"Megatron-LM runs {m} microbatches of interleaved stages in groups of pp={pp} and more, "
+                          f"which have to be equal here; use {m - m % pp} or {m - m % pp + pp}")  # fmt: skip
     if layout.chunks > 1 and m < pp:  # schedules.py: a group of microbatches has pp or more
-        raise ConfigError(f"Megatron-LM needs as many microbatches as pp={pp} for interleaved stages, the step has {m}; "
-                          "use a smaller mbs, or vp=1")  # fmt: skip
+        raise ConfigError(f"Megatron-LM needs as many microbatches as pp={pp} for interleaved stages, the step has "
+                          f"{m}; use a smaller mbs, or vp=1")  # fmt: skip
 
 
 def layout_arguments(export: Export, sizes: list[int]) -> Arguments:
@@ -288,4 +286,3 @@ def _again(export: Export) -> Arguments:
         return {"--recompute-granularity": "selective", "--recompute-modules": names}
     method, number = ("block", which) if which else ("uniform", "1")
     return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": number}
-

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from autopar.errors import closest
 from autopar.targets.target import Source
@@ -56,7 +57,7 @@ MIXED = {
     "nvfp4": ["--fp4-format", "e2m1"],
 }
 """What a name of a precision of NeMo 2 and Megatron-Bridge has in it (megatron/bridge/training/mixed_precision.py)."""
-Fields = Mapping[object, object]
+Fields = Mapping[Any, Any]
 
 
 @cache
@@ -116,6 +117,8 @@ def set_option(options: Options, option: str, field: str, value: object) -> None
         if (value in OFF) != positive:
             options.values[option] = []
         return
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):  # a list on a command line
+        value = value[1:-1].split(",")
     values = value if isinstance(value, list) else [value]
     texts = [text for one in values for text in (str(one).split() if isinstance(one, str) else [str(one)])]
     options.values[option] = [unknown(text) if "${" in text or text == "???" else text for text in texts]
@@ -138,7 +141,7 @@ def set_numbers(options: Options, field: str, name: str) -> None:
 
 
 def resolved(tree: object, root: Mapping[object, object] | None = None, path: tuple[str, ...] = ()) -> object:
-    """Return a yaml with the references of OmegaConf (``${model.hidden_size}``, ``${.name}``) put in where they can be."""
+    """Return a yaml with the references of OmegaConf, such as ``${model.hidden_size}``, put in where they can be."""
     if root is None and isinstance(tree, dict):
         root = tree
     if isinstance(tree, dict):
@@ -148,7 +151,7 @@ def resolved(tree: object, root: Mapping[object, object] | None = None, path: tu
         product = re.fullmatch(r"\$\{multiply:\s*([^,]+),\s*([^,]+)\}", tree)
         if product:
             parts = [resolved(part.strip(), root, path) for part in product.groups()]
-            numbers = [int(part) for part in parts if str(part).isdigit()]
+            numbers = [int(str(part)) for part in parts if str(part).isdigit()]
             return numbers[0] * numbers[1] if len(numbers) == 2 else tree
         if found:
             return _looked_up(root, found[1], path, tree)

@@ -104,8 +104,11 @@ def options_of_words(source: Source, words: Iterable[str]) -> Options:
         elif word.startswith(UNKNOWN):
             options.unpriced.append(f"{shown(word)}: options that only a run of the script gives are left out")
         elif word.strip() and not _after_a_path(word):
-            raise source.error(word, "stands where an option is expected; options begin with --, "
-                               "and a value with spaces needs quotes where its array is put in")
+            raise source.error(
+                word,
+                "stands where an option is expected; options begin with --, "
+                "and a value with spaces needs quotes where its array is put in",
+            )
     _check_filled(options, taking)
     return options
 

@@ -15,7 +15,7 @@ from hardware_profiles.strict import Unreadable, parse_count
 
 YAML = (".yaml", ".yml")
 TELLING = ("--tensor-model-parallel-size", "--micro-batch-size", "--pipeline-model-parallel-size", "--num-layers")
-BRIDGE = re.compile(r"^[+~]{0,2}(model|train|ddp|dataset|mixed_precision|comm_overlap|optimizer)\.\w+(\.\w+)*=", re.MULTILINE)
+BRIDGE = re.compile(r"[+~]{0,2}(model|train|ddp|dataset|mixed_precision|comm_overlap|optimizer)\.\w+(\.\w+)*=")
 OVERRIDE = re.compile(r"[+~]{0,2}([a-z_0-9]+(?:\.\w+)*)=(.*)", re.DOTALL)
 PER_NODE = ("--nproc_per_node", "--nproc-per-node")
 NODES = ("--nnodes",)
@@ -45,19 +45,18 @@ def read(source: Source) -> Config:
         tree = tree_of(source)
         if tree is None or not kind_of(tree):
             raise source.error(
-                "the file", "is no yaml of Megatron: language_model, MODEL_ARGS, or a model beside a trainer or a train"
+                "the file", "is no yaml of Megatron: it has no language_model, MODEL_ARGS, or model beside a trainer"
             )
         return read_yaml(source, tree)
     script = read_script(source.text)
     command = _command(source, script)
-    devices = _devices(source, script, command)
-    overrides = dict(found.groups() for word in command.words if (found := OVERRIDE.fullmatch(word)))
+    devices = _devices(source, command)
+    overrides = {found[1]: found[2] for word in command.words if (found := OVERRIDE.fullmatch(word))}
     if any("." in name for name in overrides) and not any(word in kinds() for word in command.words if word in TELLING):
         return read_bridge(source, overrides, devices)
     options = options_of_words(source, command.words)
-    options.unpriced += [
-        f"{added}: the text does not decide whether it is added; left out" for added in script.undecided if _matters(added)
-    ]
+    added = [text for text in script.undecided if _matters(text)]
+    options.unpriced += [f"{text}: the text does not decide whether it is added; left out" for text in added]
     return config_of(options, devices)
 
 
@@ -102,7 +101,7 @@ def _only_options(text: str) -> bool:
     return first.startswith("--")
 
 
-def _devices(source: Source, script: Script, command: Command) -> int | None:
+def _devices(source: Source, command: Command) -> int | None:
     """Return how many ranks are started, by torchrun's words or Slurm's lines; None where neither says it."""
     each = _after(command.launcher, PER_NODE)
     nodes = _after(command.launcher, NODES)

@@ -1,4 +1,4 @@
-"""The folder that a person runs: Megatron-LM's arguments, a script for every rank, and overrides for Megatron-Bridge."""
+"""The folder that a person runs: Megatron-LM's arguments, what a rank runs, overrides for Megatron-Bridge."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.targets.trainers.megatron.models import Arguments, model_arguments
 
 RELEASE = "core_v0.19.0"
 """The newest tag of Megatron-LM's repository whose ``pretrain_gpt.py`` has these arguments."""
-RANK = '''"""Pretraining with Megatron-LM: what every rank runs, with the arguments of arguments.txt and those given here.
+RANK = '''"""Pretraining with Megatron-LM: what every rank runs, with arguments.txt and the arguments given here.
 
 MEGATRON_LM is the path of a checkout of Megatron-LM, {release}.
 """
@@ -29,9 +29,7 @@ sys.argv = [str(root / "{script}"), *words, *sys.argv[1:]]
 sys.path.insert(0, str(root))
 runpy.run_path(sys.argv[0], run_name="__main__")
 '''
-CONNECTIONS = (
-    'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # collectives of tensor parallelism start in the order of launches'
-)
+CONNECTIONS = 'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # collectives start in the order of launches'
 NO_CONNECTIONS = 'os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # Megatron-FSDP asks for more than one'
 OPTIMIZERS = {
     "adamw": {"--optimizer": "adam"}, "sgd": {"--optimizer": "sgd", "--sgd-momentum": "0.0"},
@@ -141,7 +139,9 @@ SECTIONS = {
 def bridge_overrides(export: Export, arguments: Arguments) -> str:
     """Return overrides of a Megatron-Bridge recipe, one a line: ``model.tensor_model_parallel_size=4``."""
     policy = export.layout.precision or export.precision
-    params = "fp32" if policy is None else {"bfloat16": "bf16_mixed", "float16": "fp16_mixed"}.get(str(policy.params), "")
+    params = (
+        "fp32" if policy is None else {"bfloat16": "bf16_mixed", "float16": "fp16_mixed"}.get(str(policy.params), "")
+    )
     lines = [
         "# Overrides of a Megatron-Bridge recipe of the same model; NOT VALIDATED: Megatron-Bridge cannot be imported",
         "# without GPU packages. Behind a recipe's script: $(grep -v '^#' bridge_overrides.txt)",

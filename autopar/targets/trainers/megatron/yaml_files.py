@@ -98,7 +98,8 @@ def _megatron(source: Source, tree: Tree) -> Config:
     return config_of(options, None)
 
 
-OLDER_YAML = frozenset("""
+OLDER_YAML = frozenset(
+    """
     spec inference_batch_times_seqlen_threshold layernorm_epsilon data_impl log_learning_rate_to_tensorboard
     wandb_id adam_beta1 nodes use_checkpoint_args rotary_interleaved num_layers_per_virtual_pipeline_stage
     delay_grad_reduce delay_param_gather overlap_param_gather retro_add_retriever log_batch_size_to_tensorboard
@@ -106,7 +107,8 @@ OLDER_YAML = frozenset("""
     standalone_embedding_stage no_data_sharding bert_binary_head loss_scale use_mcore_models recompute_activations
     barrier_with_L1_time use_one_sent_docs params_dtype moe_token_dropping moe_extended_tp start_weight_decay
     use_distributed_optimizer deprecated_use_mcore_models timing_log_level titles_data_path
-""".split())
+""".split()
+)
 """Fields of the yaml files of earlier releases that are no options of this one."""
 
 
@@ -154,7 +156,9 @@ def _nemo1(source: Source, raw: Tree) -> Config:
     names = known("nemo1")
     for key in trainer:
         if key not in names["trainer"] and key not in LIGHTNING:
-            raise source.error(f"trainer.{key}", f"is no field that is known; {closest(str(key), sorted(names['trainer']))}")
+            raise source.error(
+                f"trainer.{key}", f"is no field that is known; {closest(str(key), sorted(names['trainer']))}"
+            )
     precision = model.get("precision") or trainer.get("precision", 32)
     set_numbers(options, "trainer.precision", str(precision))
     _take_numbers(options, "model.", {k: v for k, v in model.items() if k not in ("bf16", "fp16")})
@@ -164,28 +168,36 @@ def _nemo1(source: Source, raw: Tree) -> Config:
         set_option(options, "--seq-length", "model.data.seq_length", model["data"].get("seq_length"))
     for key in model:
         if key not in names["model"] and option_of(str(key)) is None:
-            raise source.error(f"model.{key}", f"is no field that is known; {closest(str(key), sorted(names['model']))}")
+            raise source.error(
+                f"model.{key}", f"is no field that is known; {closest(str(key), sorted(names['model']))}"
+            )
     _nemo_optimizer(options, optim, names["optim"])
     if model.get("fsdp") not in OFF:
         options.values["--use-torch-fsdp2"] = []
     return config_of(options, _devices(source, trainer), NEMO)
 
 
-LIGHTNING = frozenset("""
+LIGHTNING = frozenset(
+    """
     accelerator devices num_nodes precision logger enable_checkpointing use_distributed_sampler max_epochs max_steps
     max_time log_every_n_steps val_check_interval limit_val_batches limit_test_batches limit_train_batches
-    accumulate_grad_batches gradient_clip_val benchmark enable_model_summary strategy plugins callbacks num_sanity_val_steps
+    accumulate_grad_batches gradient_clip_val benchmark enable_model_summary strategy plugins callbacks
+    num_sanity_val_steps
     replace_sampler_ddp enable_progress_bar gradient_clip_algorithm default_root_dir fast_dev_run detect_anomaly
-    check_val_every_n_epoch min_epochs min_steps overfit_batches reload_dataloaders_every_n_epochs profiler sync_batchnorm
+    check_val_every_n_epoch min_epochs min_steps overfit_batches reload_dataloaders_every_n_epochs profiler
+    sync_batchnorm
     inference_mode barebones deterministic resume_from_checkpoint checkpoint_callback_params gpus
-""".split())
+""".split()
+)
 """Arguments of Lightning's Trainer."""
 
 
 def _nemo_optimizer(options: Options, optim: Tree, names: frozenset[str]) -> None:
     name = str(optim.get("name", "fused_adam"))
     options.names["--optimizer"] = "model.optim.name"
-    options.values["--optimizer"] = ["sgd" if "sgd" in name else "adam" if "adam" in name or name in DISTRIBUTED else name]
+    options.values["--optimizer"] = [
+        "sgd" if "sgd" in name else "adam" if "adam" in name or name in DISTRIBUTED else name
+    ]
     if name in DISTRIBUTED:
         options.values["--use-distributed-optimizer"] = []
         for field, option in (("overlap_grad_sync", "--overlap-grad-reduce"),
@@ -196,14 +208,18 @@ def _nemo_optimizer(options: Options, optim: Tree, names: frozenset[str]) -> Non
         options.values["--grad-reduce-in-bf16"] = []
     for key in optim:
         if key not in names and key not in OPTIMS:
-            raise options.source.error(f"model.optim.{key}", f"is no field that is known; {closest(str(key), sorted(names))}")
+            raise options.source.error(
+                f"model.optim.{key}", f"is no field that is known; {closest(str(key), sorted(names))}"
+            )
 
 
-OPTIMS = frozenset("""
+OPTIMS = frozenset(
+    """
     name lr weight_decay betas eps sched bucket_cap_mb overlap_grad_sync overlap_param_sync contiguous_grad_buffer
     contiguous_param_buffer grad_sync_dtype param_sync_dtype dtype master_weights average_grad_sync with_fp8_params
     nccl_ub store_param_remainders distribute_within_nodes momentum bias_correction ddp_bucket_size align_param_gather
-""".split())
+""".split()
+)
 
 
 def _nemo2(source: Source, raw: Tree) -> Config:
@@ -221,7 +237,9 @@ def _nemo2(source: Source, raw: Tree) -> Config:
     if isinstance(data, dict):
         take(options, "data.", data, names["data"])
     config = model.get("config", model) if isinstance(model, dict) else {}
-    take(options, "model.config.", config, names["config"] | known("bridge")["model"] | {"config", "tokenizer", "optim"})
+    take(
+        options, "model.config.", config, names["config"] | known("bridge")["model"] | {"config", "tokenizer", "optim"}
+    )
     plugins = trainer.get("plugins")
     if isinstance(plugins, dict):
         set_numbers(options, "trainer.plugins.precision", str(plugins.get("precision", "bf16-mixed")))

@@ -1,7 +1,7 @@
 """Random layouts before autopar's ``refuses`` and Megatron's own checks: both have to refuse the same ones.
 
-    python agreement.py write FILE [NUMBER]                 with autopar: layouts, arguments, and what is refused
-    .venvs/megatron/bin/python agreement.py compare FILE    with Megatron: prints where it decides otherwise
+python agreement.py write FILE [NUMBER]                 with autopar: layouts, arguments, and what is refused
+.venvs/megatron/bin/python agreement.py compare FILE    with Megatron: prints where it decides otherwise
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def words_of(rng: random.Random, experts: int) -> str:
     again = rng.choice(["none", "none", "full", "full:1", "full:2", "selective:mlp",
                         "selective:input_layernorm+post_attention_layernorm"])  # fmt: skip
     parts = [f"{word}={value}" for word, value in words.items() if str(value) != "1" or word == "mbs"]
-    return ",".join([*parts, *flags, *([storage] if storage else []), *([] if again == "none" else [f"recompute={again}"])])
+    return ",".join(
+        [*parts, *flags, *([storage] if storage else []), *([] if again == "none" else [f"recompute={again}"])]
+    )
 
 
 def one(rng: random.Random, name: str, config: dict[str, Any], experts: int) -> dict[str, Any] | None:
@@ -115,7 +117,7 @@ def compare(path: Path) -> int:
         try:
             checked([*case["arguments"], "--mock-data"], case["world"], None if case["fsdp"] else "1")
             theirs = ""
-        except Exception as error:  # noqa: BLE001 (whatever Megatron raises)
+        except Exception as error:
             theirs = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if bool(theirs) != bool(case["refused"]):
             differ += 1

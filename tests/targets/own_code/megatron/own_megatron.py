@@ -34,6 +34,7 @@ from packaging.version import Version  # noqa: E402
 
 def _stub_transformer_engine() -> None:
     """State a version of Transformer Engine, which needs a GPU to be installed; only its number is asked for."""
+
     def at_least(version: str, check_equality: bool = True) -> bool:
         return Version("2.14.0") >= Version(version)
 
