@@ -1,7 +1,7 @@
 """The options of Megatron-LM, and what of them changes time or memory.
 
-``fields.json`` is generated from the parser of megatron-core (tests/targets/own_code/megatron/check.py --fields, which
-``make test-targets`` compares); ``older`` are options of earlier releases and of its post-training scripts, from the
+``fields.json`` is generated from the parser of megatron-core (tests/targets/own_code/megatron/check.py --fields;
+``make test-targets`` compares them); ``older`` are options of earlier releases and of its post-training scripts, from the
 tags v2.0 to core_v0.19.0 of its repository.
 """
 
