@@ -1,4 +1,4 @@
-# make test | test-all | test-versions | lint | docs | demo | gpu | zoo | clean    Each sets up .venv first, when it is missing or out of date.
+# make test | test-all | test-versions | test-targets | lint | docs | demo | gpu | zoo | clean    Each sets up .venv first, when it is missing or out of date.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 # Compiled files are kept, whatever the shell says: tests are many processes, and each would compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test test-all test-versions test-oldest lint docs demo gpu zoo clean
+.PHONY: setup test test-all test-versions test-oldest test-targets lint docs demo gpu zoo clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,11 @@ test-versions:
 test-oldest:
 	$(PYTHON) tests/versions.py --smoke 2.11.0
 
+# The trainers' own parsers on what is exported to them, in environments of their own (.venvs, gigabytes); or some:
+# make test-targets TARGETS=torchtitan
+test-targets: $(STAMP)
+	$(BIN)/python tests/targets/own_code/run.py $(TARGETS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -56,5 +61,5 @@ zoo: $(STAMP)
 	$(BIN)/python benchmarks/families.py --table docs/zoo.md
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venvs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

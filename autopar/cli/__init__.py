@@ -10,7 +10,8 @@
 :mod:`.explain`   ``explain``; :mod:`.explain_cut`: of the cut at which a stage begins
 :mod:`.inspect`   ``inspect``, what was captured
 :mod:`.run`       ``run``; :mod:`.simulate`: ``simulate``; :mod:`.launch`: ``launch``, scripts for torchrun and Slurm
-:mod:`.profiling` ``profile``; :mod:`.hardware`: ``devices`` and ``clusters``
+:mod:`.profiling` ``profile``; :mod:`.hardware`: ``devices`` and ``clusters``; :mod:`.new_cluster`: ``clusters new``
+:mod:`.reshard`   ``reshard``, weights from one plan's layout to another's
 :mod:`.common`    what commands share; :mod:`.terminal`: consoles that no text can steer; :mod:`.output_files`: files
                   that commands write; :mod:`.stopping`: commands that are ended from outside, or by a model's code;
                   :mod:`.exit_codes`: how commands end; :mod:`.schemas`: what they print with ``--json``
@@ -41,6 +42,7 @@ from autopar.cli import (
     price,
     profiling,
     report,
+    reshard,
     run,
     show,
     simulate,
@@ -85,10 +87,11 @@ for name, command in (
     ("check", check.check), ("show", show.show), ("explain", explain.explain),
     ("report", report.report), ("memory", memory.memory), ("diff", show.diff),
     ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run), ("simulate", simulate.simulate),
-    ("devices", hardware.devices), ("clusters", hardware.clusters), ("profile", profiling.profile),
-    ("launch", launch.launch),
+    ("devices", hardware.devices), ("profile", profiling.profile), ("launch", launch.launch),
+    ("reshard", reshard.reshard),
 ):  # fmt: skip
     app.command(name, epilog=EPILOG)(to_its_end(command))
+app.add_typer(hardware.clusters_app)
 
 
 def main() -> None:

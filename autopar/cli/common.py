@@ -306,6 +306,7 @@ def model_of(
     The graph is that of one microbatch. A Python file that only the plan file names is imported only with ``trust``: a
     plan may come from anyone, and its model would run with all rights of the user who looks at it.
     """
+    from autopar.planner.layouts.pricing import graph_for
     from autopar.rules.experts.expert_load import with_load
 
     named = document.model or {}
@@ -319,11 +320,15 @@ def model_of(
         parts=named.get("parts"),
         precision=document.precision,
     )
-    return loaded, dataclasses.replace(captured, graph=with_load(captured.graph, document.expert_load))
+    graph = with_load(captured.graph, document.expert_load)
+    if (document.raw.get("pins") or {}).get("layout"):
+        graph = graph_for(graph, document.raw["fingerprint"])
+    return loaded, dataclasses.replace(captured, graph=graph)
 
 
 def spec_of(document: Document, path: Path, model: str | None, *, trust: bool) -> tuple[str, Path | None]:
     """Return the spec of a plan file's model, and the folder in which its relative path starts."""
+    import autopar.frontends.models  # noqa: F401  (registers the prefixes of specs)
     from autopar.frontends import runs_code
 
     spec = model if model is not None else (document.model or {}).get("spec")

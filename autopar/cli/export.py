@@ -100,13 +100,12 @@ def _layout(exporter: Exporter, document: Document) -> tuple[PricedLayout, Cost 
     """Return the layout to write: that of the plan, or the nearest one with what it costs."""
     from dataclasses import replace
 
+    from autopar.planner.layouts.pricing import graph_for
     from autopar.targets.exporting import is_of_words
     from autopar.targets.space import refusal
 
-    m = document.microbatches
-    fits = [graph for graph in exporter.layouts.variants(m) if graph.fingerprint == document.raw["fingerprint"]]
-    captured = replace(exporter.layouts.part(m), graph=fits[0]) if fits else exporter.layouts.part(m)
-    plan, _ = bound(document, captured)
+    part = exporter.layouts.part(document.microbatches)
+    plan, _ = bound(document, replace(part, graph=graph_for(part.graph, document.raw["fingerprint"])))
     words = plan.pins.layout
     if words:
         found = exporter.layouts.price(exporter.where, words)

@@ -1,4 +1,4 @@
-"""``autopar devices`` and ``autopar clusters``: the built-in hardware profiles."""
+"""``autopar devices`` and ``autopar clusters``: hardware profiles, those that are there and new ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from typer.core import TyperGroup
 
 from autopar.cli.common import Json, out, print_json
+from autopar.cli.new_cluster import new
+from autopar.cli.stopping import to_its_end
 from autopar.report import Facts
 
 
@@ -89,3 +92,23 @@ def clusters(
         for record in software().values():
             trainers.add_row(record.name, f"{record.factor:.3g}", record.description)
         out().print(trainers)
+
+
+class ListsByDefault(TyperGroup):
+    """A group of commands whose words are those of ``list`` unless they begin with another command's name."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Put the name of the default command in front of words that begin with no command."""
+        if not args or args[0] not in (*self.commands, "-h", "--help"):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+clusters_app = typer.Typer(
+    name="clusters", cls=ListsByDefault, rich_markup_mode="rich",
+    help="List the built-in clusters, describe some ('autopar clusters NAME'), or write the file of your own "
+    "('autopar clusters new').\n\nExamples: autopar clusters; autopar clusters dgx-h100-x8 my.toml --json; autopar "
+    "clusters new --gpu A100-SXM-40GB --nodes 4 --network 200Gb/s -o my.toml",
+)  # fmt: skip
+clusters_app.command("list")(to_its_end(clusters))
+clusters_app.command("new")(to_its_end(new))

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from autopar.targets.restriction import RestrictedPlan
     from autopar.targets.search import TargetPlans, TargetSearch
 
+SMALL = 0.0005
+"""Share of a step below which a restriction is not listed."""
+
 
 def search_of(
     loaded: Loaded, captured: Captured, where: str, request: PlanRequest, name: str
@@ -24,19 +27,14 @@ def search_of(
     from autopar.capture.microbatches import rows_of
     from autopar.planner.layouts.pricing import PricedLayouts
     from autopar.planner.planning import options_of
-    from autopar.plans.clusters import get_cluster
     from autopar.targets import target_named
-    from autopar.targets.model_facts import facts_of
-    from autopar.targets.search import TargetSearch
+    from autopar.targets.exporting import Exporter
 
     example = loaded.args, loaded.kwargs
     layouts = PricedLayouts(loaded.model, captured, example, options_of(request), request.input_rows)
-    facts = facts_of(loaded.model, captured)
     with progress(f"searching what {name} can express") as say:
-        search = TargetSearch(
-            target_named(name), layouts, where, get_cluster(where), facts, rows_of(example), loaded.seq, say
-        )
-        found = search.find()
+        search = Exporter(target_named(name), loaded, captured, layouts, where, rows_of(example), say).search()
+        found = search.find(request.top)
     plans = [_for(name, each) for each in found.fitting]
     return search, replace(found, fitting=plans)
 
@@ -115,8 +113,9 @@ def cost_lines(best: PricedLayout, own: RestrictedPlan) -> list[str]:
         f"({more / seconds:+.1%})"
     ]
     lines += [
-        f"  {each.what}: {each.seconds / seconds:+.1%}" for each in own.restrictions if abs(each.seconds) > seconds / 2000
-    ]
+        f"  {each.what}: {each.seconds / seconds:+.1%}"
+        for each in own.restrictions if abs(each.seconds) > SMALL * seconds
+    ]  # fmt: skip
     return lines
 
 

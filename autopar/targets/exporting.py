@@ -101,8 +101,9 @@ class Exporter:
     def search(self) -> TargetSearch:
         """Return a search among the trainer's layouts."""
         return TargetSearch(
-            self.target, self.layouts, self.where, self.hardware, self.model, self.rows, self.sequence, self.say
-        )
+            self.target, self.layouts, self.where, self.hardware, self.model, self.rows, self.sequence, self.export,
+            self.say,
+        )  # fmt: skip
 
     def of_words(self, words: str) -> PricedLayout:
         """Return a layout that the trainer can say, priced.
@@ -123,7 +124,7 @@ class Exporter:
         search = self.search()
         for words in near(self.target, plan, per_node(self.hardware)):
             search.price(words)
-        fitting = search.fitting()
+        fitting = search.written(1)
         found = fitting[0] if fitting else search.find().best
         return Cost(found, plan.seconds, plan.memory_bytes, tuple(differences(plan, found)))
 

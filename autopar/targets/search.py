@@ -64,6 +64,7 @@ class TargetSearch:
     Attributes:
         where: the name of the cluster, or its file, with the trainer's software: ``dgx-h100 as torchtitan``.
         rows: rows of a step's batch.
+        check: raises where the files of a layout cannot be written, which may depend on the model's own code.
     """
 
     target: Target
@@ -73,29 +74,51 @@ class TargetSearch:
     model: ModelFacts
     rows: int
     sequence: int | None
+    check: Callable[[PricedLayout], object] = lambda _: None
     say: Callable[[str], None] = lambda _: None
     _priced: dict[str, PricedLayout | None] = field(default_factory=dict, init=False)
     _reasons: dict[str, str] = field(default_factory=dict, init=False)
     _costs: int = field(default=0, init=False)
 
-    def find(self) -> TargetPlans:
-        """Return the fastest layouts.
+    def find(self, most: int = 1) -> TargetPlans:
+        """Return the fastest layouts, of which the first ``most`` have been written to see that they can be.
 
         Raises:
             InfeasibleError: none fits; with the reasons.
         """
         self.settle_shapes()
-        for found in self.fitting()[:IMPROVED]:
+        for found in self.written(IMPROVED):
             self.improve(found)
-        if not self.fitting():
+        best = self.written(most)
+        if not best:
             raise InfeasibleError(self._nothing())
-        refused = [Refused(text, reason, self._priced.get(text)) for text, reason in self._reasons.items()]
-        return TargetPlans(self.fitting(), refused)
+        last = self.fitting().index(best[-1]) + 1
+        refused = [Refused(text, reason, self._too_large(text)) for text, reason in self._reasons.items()]
+        return TargetPlans([*best, *self.fitting()[last:]], refused)
 
     def fitting(self) -> list[PricedLayout]:
-        """Return the layouts so far that fit, the fastest first."""
-        fine = (found for found in self._priced.values() if found is not None and found.fits)
+        """Return the layouts so far that fit, and can be written as far as it was tried, the fastest first."""
+        fine = (found for text, found in self._priced.items() if found is not None and text not in self._reasons)
         return sorted(fine, key=lambda found: found.seconds)
+
+    def _too_large(self, text: str) -> PricedLayout | None:
+        """Return a layout that does not fit; None for one that fits, or has no price."""
+        found = self._priced.get(text)
+        return None if found is None or found.fits else found
+
+    def written(self, most: int) -> list[PricedLayout]:
+        """Return the fastest layouts whose files can be written; of the others the reason is kept."""
+        fine: list[PricedLayout] = []
+        for found in self.fitting():
+            if len(fine) == most:
+                break
+            try:
+                self.check(found)
+            except AutoparError as error:
+                self._reasons[found.layout.text] = str(error)
+            else:
+                fine.append(found)
+        return fine
 
     def price(self, words: Words) -> PricedLayout | None:
         """Return a layout with its price, whether it fits or not; None if the trainer or the model cannot have it."""

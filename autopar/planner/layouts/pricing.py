@@ -136,15 +136,6 @@ class PricedLayouts:
         """Return the capture of one of so many microbatches."""
         return self._graphs(None).captured_of(microbatches)
 
-    def variants(self, microbatches: int) -> list[Graph]:
-        """Return the graphs that a layout may be for: of a microbatch as it is, and as trainers write the model.
-
-        Those have one matrix for each of fused products, and the loss by places (:func:`_pinned`).
-        """
-        graph = self.part(microbatches).graph
-        by_places = with_loss_by_places(graph)
-        return [graph, by_places, separated(graph)[0], separated(by_places)[0]]
-
     def _graphs(self, precision: Precision | None) -> MicrobatchGraphs:
         """Return the graphs of microbatches under a policy; None: under that of the capture."""
         policy = precision if precision is not None else self.captured.graph.precision
@@ -183,6 +174,17 @@ def pinned_layout(
     graph = graph_of(m)
     said = layout.said(graph, options or Options(), n_devices or cluster.n_devices, rows)
     return _pinned(graph, cluster, said, names_with_rows(graph, rows // m))
+
+
+def graph_for(graph: Graph, fingerprint: str) -> Graph:
+    """Return the graph that a layout's plan is for: a microbatch as it is, or as trainers write the model.
+
+    These have one matrix for each of fused products, and the loss by places (:func:`_pinned`). Where the fingerprint is
+    of neither, the graph comes back as it is.
+    """
+    by_places = with_loss_by_places(graph)
+    ways = (graph, by_places, separated(graph)[0], separated(by_places)[0])
+    return next((way for way in ways if way.fingerprint == fingerprint), graph)
 
 
 def _pinned(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from autopar.targets.target import Config, ConfigError, Source
@@ -29,7 +30,6 @@ FSDP_HARMLESS = (
 ).split()
 MULTI = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU",
          "MULTI_NEURON")  # fmt: skip
-ARGUMENTS_OF_ALL = {"output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "deepspeed"}
 
 
 def reads(source: Source) -> bool:
@@ -37,7 +37,7 @@ def reads(source: Source) -> bool:
     with suppress(ConfigError):
         table = table_of(source)
         return "distributed_type" in table or bool(
-            ARGUMENTS_OF_ALL & set(table) and ("output_dir" in table or "per_device_train_batch_size" in table)
+            {"output_dir", "per_device_train_batch_size", "per_gpu_train_batch_size"} & set(table)
         )
     return False
 
@@ -70,11 +70,12 @@ def read(source: Source) -> Config:
     if kind == "DEEPSPEED":
         return _with_deepspeed(source, tables["deepspeed_config"], facts, devices, unpriced)
     if kind == "MEGATRON_LM":
-        raise top.error("distributed_type", "is MEGATRON_LM: its degrees are Megatron's, which has a reader of its "
-                        "own; give the arguments of Megatron itself: --tensor-model-parallel-size and so on")  # fmt: skip
+        raise top.error("distributed_type", "is MEGATRON_LM, whose degrees are Megatron's: give the arguments of "
+                        "Megatron itself, such as --tensor-model-parallel-size")  # fmt: skip
     if kind not in ("NO", "FSDP", *MULTI):
         raise top.error("distributed_type", f"is '{kind}', which is not priced; use FSDP, MULTI_GPU, DEEPSPEED or NO")
-    words, more = _words(tables["fsdp_config"] if kind == "FSDP" else None, tables["parallelism_config"], facts, devices)
+    fsdp = tables["fsdp_config"] if kind == "FSDP" else None
+    words, more = _words(fsdp, tables["parallelism_config"], facts, devices)
     ignored, others = top.rest(HARMLESS)
     unpriced += [*more, *(f"{name}: the price does not know it" for name in others)]
     return _config(words, facts, devices, kind == "FSDP", unpriced, (*facts.ignored, *ignored))
@@ -91,7 +92,7 @@ def _read_arguments(source: Source) -> Config:
     title = "TrainingArguments"
     fsdp = section.section("fsdp_config", known()["training_arguments"]["fsdp_config"], title)
     on = bool(fsdp_on) and fsdp_on not in ("", [], "false")
-    if isinstance(fsdp_on, str) and fsdp_on not in ("true", "True", "") or isinstance(fsdp_on, list):
+    if (isinstance(fsdp_on, str) and fsdp_on not in ("true", "True", "")) or isinstance(fsdp_on, list):
         fsdp = _legacy(fsdp, fsdp_on if isinstance(fsdp_on, list) else str(fsdp_on).split())
     if on and "version" not in fsdp.values and "fsdp_version" not in fsdp.values:
         fsdp = Section(source, {**fsdp.values, "version": 2}, fsdp.path)  # the default of transformers 5
@@ -128,8 +129,6 @@ def _legacy(fsdp: Section, words: list[Any]) -> Section:
 
 def _with_half(facts: RunFacts, half: str) -> RunFacts:
     """Return the facts with the format of accelerate's yaml, which wins over the Trainer's where that says none."""
-    from dataclasses import replace
-
     return replace(facts, half=half if half != "no" or facts.half is None else facts.half)
 
 
@@ -212,8 +211,9 @@ def fsdp_words(fsdp: Section, facts: RunFacts, shards: int) -> tuple[dict[str, s
         if shards and resharded == "keep":
             unpriced.append(f"{fsdp.named('fsdp_reshard_after_forward')}: false in a hybrid mesh is priced as true")
     if m > 1 and not facts.each_synced and words.get("fsdp") is not None:
-        unpriced.append(f"gradients of {m} microbatches are kept whole until the step ends (no sync_each_batch); priced "
-                        "as summed in every microbatch: memory is a lower bound by their size, seconds an upper one")  # fmt: skip
+        unpriced.append(f"gradients of {m} microbatches are kept whole until the step ends (no sync_each_batch); "
+                        "priced as summed in every microbatch: memory is a lower bound by their size, seconds an upper "
+                        "one")  # fmt: skip
     if inner.flag("activation_checkpointing"):
         words["recompute"] = "full"
     _, others = inner.rest(FSDP_HARMLESS)
@@ -230,8 +230,8 @@ def _resharded(fsdp: Section, version: int) -> str:
     value = fsdp.get("reshard_after_forward") if value is None else value
     text = str("full_shard" if value is None else value).lower()
     if "hybrid" in text or text in ("4", "5"):
-        raise fsdp.error("fsdp_sharding_strategy", f"is {value}: how many ranks share parameters depends on the machine "
-                         "there; use fsdp_version 2 with parallelism_config_dp_shard_size")  # fmt: skip
+        raise fsdp.error("fsdp_sharding_strategy", f"is {value}: how many ranks share parameters depends on the "
+                         "machine there; use fsdp_version 2 with parallelism_config_dp_shard_size")  # fmt: skip
     if text in ("true", "false"):
         return "" if text == "true" else "keep"
     if text not in strategies:
@@ -243,11 +243,13 @@ def _config(
     words: dict[str, str], facts: RunFacts, devices: int | None, fsdp: bool, unpriced: list[str],
     ignored: tuple[str, ...],
 ) -> Config:  # fmt: skip
-    batch = None
-    if devices is not None and facts.rows is not None and facts.microbatches is not None:
+    batch = facts.batch
+    if batch is None and devices is not None and facts.rows is not None and facts.microbatches is not None:
         each = int(words.get("tp", "1")) * int(words.get("cp", "1").partition(":")[0])
         batch = facts.rows * facts.microbatches * (devices // each)
-    elif facts.rows is None:
+    elif batch is None and facts.rows is not None and facts.microbatches is not None:
+        words["m"] = str(facts.microbatches)  # the batch follows from these and the data ranks
+    elif facts.rows is None and batch is None:
         unpriced.append("rows of a microbatch and of a step are not in accelerate's yaml: give --batch, or Trainer "
                         "arguments (training_arguments.json) beside it")  # fmt: skip
     return Config(

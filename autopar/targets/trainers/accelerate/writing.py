@@ -31,7 +31,8 @@ def write(export: Export) -> Written:
     files, model = model_files(export)
     optimizer = layout.optimizer or export.optimizer
     run: dict[str, Any] = {
-        "model": model, "sequence": export.sequence, "rows": export.rows_of_rank, "microbatches": export.microbatches,
+        "model": model, "batch": export.rows, "sequence": export.sequence, "rows": export.rows_of_rank,
+        "microbatches": export.microbatches,
         "optimizer": optimizer, "recompute": recompute, "master": policy.master, "reduce": policy.reduce,
         "recompute_classes": list(blocks_wrapped(export)),
     }  # fmt: skip
@@ -69,8 +70,8 @@ def config_of(export: Export, policy: Precision) -> dict[str, Any]:
         "compute_environment": "LOCAL_MACHINE", "debug": False,
         "distributed_type": "FSDP" if fsdp else "MULTI_GPU" if devices > 1 else "NO",
         "downcast_bf16": "no", "enable_cpu_affinity": False, "machine_rank": 0, "main_training_function": "main",
-        "mixed_precision": half, "num_machines": export.cluster.n_nodes, "num_processes": devices, "rdzv_backend": "static",
-        "same_network": True, "use_cpu": False,
+        "mixed_precision": half, "num_machines": export.cluster.n_nodes, "num_processes": devices,
+        "rdzv_backend": "static", "same_network": True, "use_cpu": False,
     }  # fmt: skip
     if fsdp:
         config["fsdp_config"] = {
@@ -101,8 +102,8 @@ def _policy(export: Export) -> Precision:
     policy, layout = policy_of(export, NAME), export.layout
     fsdp = layout.zero == 3 or layout.keeps
     if not fsdp and policy.params != OWN and policy.reduce != policy.master:
-        raise ConfigError(f"{NAME}: precision {policy}: with zero=0 gradients have the masters' format, {policy.master}, "
-                          f"and are summed in it, not in {policy.reduce}; use fsdp")  # fmt: skip
+        raise ConfigError(f"{NAME}: precision {policy}: with zero=0 gradients have the masters' format, "
+                          f"{policy.master}, and are summed in it, not in {policy.reduce}; use fsdp")  # fmt: skip
     if policy.master != "float32" and policy.params not in (policy.master, OWN):
         raise ConfigError(f"{NAME}: precision {policy}: masters in {policy.master} cannot be said; use bf16-mixed")
     return policy

@@ -39,7 +39,7 @@ def refuses(layout: Layout, model: ModelFacts) -> str:
         if tp > 1 and not layout.experts_travel:
             return f"ep={ep} with tp={tp} cuts experts over tp: expert_tensor_parallel_size is 1 there; write etp=1"
         if layout.zero == 3 and cp > 1:  # engine.py, _validate_zero3_moe_compatibility
-            return f"ep={ep} with zero=3 and cp={cp}: AutoEP with ZeRO-3 does not know sequence parallelism; write zero=2"
+            return f"ep={ep} with zero=3 and cp={cp}: AutoEP with ZeRO-3 has no sequence parallelism; write zero=2"
     elif model.experts and tp > 1:  # auto_ep_folding.py, validate_folding_global; AutoTP alone leaves experts whole
         return f"tp={tp} with ep=1: AutoTP cuts routed experts with AutoEP only; write ep={tp},etp=1"
     return refuses_tensor(model, tp)

@@ -93,15 +93,16 @@ def read_sections(
     _parallel(top, part, words, notes)
     each = int(words.get("tp", "1")) * int(words.get("cp", "1").partition(":")[0])
     batch = _sizes(top, facts, devices // each if devices else None, words)
-    _zero(part["zero_optimization"], title, words, int(words.get("m", facts.microbatches or 0)), notes)
+    whole = int(words.get("m", facts.microbatches or 0))
+    _zero(part["zero_optimization"], title, words, whole, notes)
     _recompute(top, facts, words, notes)
     compiled = part["compile"].flag("deepcompile")
     precision, optimizer = _precision(top, part, facts, notes), _optimizer(part["optimizer"], facts, notes)
     top.read.update(fields()["sections"])
     ignored, others = top.rest(HARMLESS)
     notes += [f"{name}: the price does not know it" for name in others]
-    if "mbs" in words:
-        words.pop("m", None)
+    if "mbs" in words and batch is not None:
+        words.pop("m", None)  # else the batch follows from both and the data ranks
     return Config(
         words, batch, facts.sequence, devices, precision, optimizer,
         software="deepspeed" if compiled else "deepspeed-eager", unpriced=tuple(notes),
@@ -161,29 +162,33 @@ def _sizes(top: Section, facts: RunFacts, ranks: int | None, words: dict[str, st
         if top.is_auto(name) and value is None and not (name == SIZES[0] and rows):
             raise top.error(name, f"is 'auto', which Trainer arguments fill in; write the number, or put {ARGUMENTS} "
                             f"beside {top.source.path.name}")  # fmt: skip
-    if batch is None and rows is None:
-        if m is not None:
-            words["m"] = str(m)
-        return None
-    if batch is not None and rows is None and m is None:
-        m = 1  # _set_batch_related_parameters
-    if rows is not None and m is None and batch is None:
-        m = 1
-    if ranks is not None and rows is not None and m is not None:
-        made = rows * m * ranks
-        if batch is not None and batch != made:
-            raise top.error(SIZES[0], f"is {batch}, {rows} rows x {m} microbatches x {ranks} ranks are {made}; change "
-                            "one of them")  # fmt: skip
-        batch = made
-    if batch is not None and rows is not None and m is not None and batch % (rows * m):
-        raise top.error(SIZES[0], f"is {batch}, which {rows} rows x {m} microbatches do not divide; change one of them")
-    if batch is not None and rows is not None and m is not None and "dp" not in words:
-        words["dp"] = str(batch // rows // m)
+    batch = _of_data_ranks(top, batch, int(words.get("tp", "1"))) or facts.batch
+    if m is None and (batch is None) != (rows is None):
+        m = 1  # runtime/config.py, _set_batch_related_parameters
+    if rows is not None and m is not None:
+        made = rows * m * (ranks or 1)
+        if batch is not None and (batch % made or (ranks is not None and batch != made)):
+            over = f" x {ranks} ranks" if ranks is not None else ""
+            raise top.error(SIZES[0], f"is {batch}, {rows} rows x {m} microbatches{over} are {made}; change one of "
+                            "them")  # fmt: skip
+        batch = made if ranks is not None else batch
+        if batch is not None:
+            words["dp"] = str(batch // rows // m)
     if m is not None:
         words["m"] = str(m)
     if rows is not None:
         words["mbs"] = str(rows)
     return batch
+
+
+def _of_data_ranks(top: Section, batch: int | None, tp: int) -> int | None:
+    """Return the rows of a step: DeepSpeed counts ranks of AutoTP as if they had rows of their own."""
+    if batch is None or tp == 1:
+        return batch
+    if batch % tp:
+        raise top.error(SIZES[0], f"is {batch} and counts the {tp} ranks of autotp_size, which do not divide it; leave "
+                        "it out")  # fmt: skip
+    return batch // tp
 
 
 def _agreed(top: Section, name: str, own: int | None, other: int | None, its: str) -> int | None:
@@ -201,9 +206,9 @@ def _zero(zero: Section, title: str, words: dict[str, str], m: int, notes: list[
     words["zero"] = str(stage)
     if stage == 2 and m != 1:
         words["zero"] = "1"
-        notes.append(f"{zero.named('stage')}: 2: gradients are summed in each of {m or 'several'} microbatches and kept "
-                     "in shards; priced once a step and whole, as stage 1: memory is an upper bound, seconds a lower "
-                     "one")  # fmt: skip
+        notes.append(f"{zero.named('stage')}: 2: gradients are summed in each of {m or 'several'} microbatches and "
+                     "kept in shards; priced once a step and whole, as stage 1: memory is an upper bound, seconds a "
+                     "lower one")  # fmt: skip
     known = fields()["sections"]
     for kind, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
         name = f"offload_{kind}"
@@ -216,7 +221,7 @@ def _zero(zero: Section, title: str, words: dict[str, str], m: int, notes: list[
             notes.append(f"{zero.named(name)}: {what} kept on the host, which is not priced: memory of a device is an "
                          "upper bound, seconds a lower one")  # fmt: skip
     overlap = zero.flag("overlap_comm")
-    if stage in (1, 2) and not overlap and not zero.is_auto("overlap_comm") or (stage == 3 and overlap is False):
+    if (stage in (1, 2) and not overlap and not zero.is_auto("overlap_comm")) or (stage == 3 and overlap is False):
         notes.append(f"{zero.named('overlap_comm')}: false: sums of gradients are priced as overlapped: seconds are a "
                      "lower bound")  # fmt: skip
     for name, why in ZERO_UNPRICED.items():

@@ -34,7 +34,7 @@ def write(export: Export) -> Written:
     settings = config_of(export, policy)
     files, model = model_files(export)
     run: dict[str, Any] = {
-        "model": model, "sequence": export.sequence, "recompute": layout.recompute,
+        "model": model, "batch": export.rows, "sequence": export.sequence, "recompute": layout.recompute,
         "recompute_classes": list(blocks_wrapped(export)), "master": "float32" if policy.master != OWN else OWN,
     }  # fmt: skip
     if export.loaded.spec.startswith("hf:"):
@@ -66,11 +66,13 @@ def config_of(export: Export, policy: Precision) -> dict[str, Any]:
     layout = export.layout
     stage, tp, cp = layout.zero if not layout.keeps else 2, layout.sizes["tp"], layout.sizes["cp"]
     config: dict[str, Any] = {
-        "train_batch_size": export.rows, "train_micro_batch_size_per_gpu": export.rows_of_rank,
+        "train_micro_batch_size_per_gpu": export.rows_of_rank,
         "gradient_accumulation_steps": export.microbatches, "gradient_clipping": 0.0, "steps_per_print": 100,
         "optimizer": _optimizer(layout.optimizer or export.optimizer),
         "zero_optimization": {"stage": stage},
     }  # fmt: skip
+    if tp == 1:  # with AutoTP, DeepSpeed counts ranks of tensor parallelism as if they had rows of their own
+        config["train_batch_size"] = export.rows
     if stage:
         config["zero_optimization"] |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
     if stage == 3:
@@ -121,8 +123,9 @@ def _policy(export: Export) -> Precision:
     if policy.master == policy.params == "float16":
         raise ConfigError(f"{NAME}: precision {policy}: masters in float16 cannot be said there; use 16-mixed")
     if policy.master == policy.params == "bfloat16" and (not stage or policy.reduce != "bfloat16"):
-        raise ConfigError(f"{NAME}: precision {policy}: bf16_master_weights_and_grads needs ZeRO and sums in bfloat16, "
-                          f"the layout has zero={stage} and reduce={policy.reduce}; use zero=1 and bf16-true")  # fmt: skip
+        raise ConfigError(f"{NAME}: precision {policy}: bf16_master_weights_and_grads needs ZeRO and sums in "
+                          f"bfloat16, the layout has zero={stage} and reduce={policy.reduce}; use zero=1 and "
+                          "bf16-true")  # fmt: skip
     if not stage and policy.params != policy.master and policy.reduce != "float32":
         raise ConfigError(f"{NAME}: precision {policy}: with zero=0 sums of gradients are float32, not "
                           f"{policy.reduce}; use zero=1")  # fmt: skip

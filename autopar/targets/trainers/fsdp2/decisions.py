@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from autopar.frontends import split_spec
 from autopar.planner.layouts.stage_starts import blocks_of
 from autopar.targets.target import Export
 from autopar.targets.trainers.fsdp2.inputs import inputs_with_rows, loss_position, named_inputs
+from autopar.targets.trainers.fsdp2.patterns import compressed
 from autopar.targets.trainers.fsdp2.staging import pipeline_of
+from autopar.targets.trainers.fsdp2.tensor_styles import tensor_table
 from autopar.words.precision import OWN
 
 Table = dict[str, Any]
@@ -37,7 +39,7 @@ def parallel_tables(export: Export) -> dict[str, Any]:
         "FULLY_SHARD": {"modules": compressed(list(blocks_of(export.priced.captured.graph))), "zero": min(layout.zero, 3)},
         "CHECKPOINT": checkpointed(export),
         "PRECISION": precision_of(export),
-        "TENSOR": {},
+        "TENSOR": tensor_table(export),
         "PIPELINE": pipeline_of(export),
     }  # fmt: skip
 
@@ -48,23 +50,6 @@ def mesh_of(export: Export) -> dict[str, int]:
     dp = layout.sizes["dp"]
     shard = layout.shards if layout.shards > 1 else dp if layout.zero else 1
     return {"pipeline": layout.groups, "replicate": dp // shard, "shard": shard, "tensor": layout.sizes["tp"]}
-
-
-def compressed(paths: Sequence[str]) -> list[str]:
-    """Return patterns for paths of which all those of a list are there: ``layers.*`` for ``layers.0`` to the last."""
-    of_list: dict[str, list[int]] = {}
-    found: list[str] = []
-    for path in paths:
-        parent, _, last = path.rpartition(".")
-        if last.isdigit():
-            of_list.setdefault(parent, []).append(int(last))
-    for path in paths:
-        parent, _, last = path.rpartition(".")
-        whole = last.isdigit() and sorted(of_list[parent]) == list(range(len(of_list[parent])))
-        pattern = f"{parent}.*".lstrip(".") if whole and len(of_list[parent]) > 1 else path
-        if pattern not in found:
-            found.append(pattern)
-    return found
 
 
 def checkpointed(export: Export) -> list[str]:

@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from autopar.errors import PlanError
 from autopar.planner.layouts.pricing import names_with_rows
@@ -64,6 +63,6 @@ def caller(position: int) -> Any:
         args = [inputs[name] for name in inputs if name.startswith("arg_")]
         output = model(*args, **{name: value for name, value in inputs.items() if not name.startswith("arg_")})
         loss = getattr(output, "loss", output)
-        return loss if isinstance(loss, torch.Tensor) else tree_leaves(output)[position]
+        return loss if isinstance(loss, torch.Tensor) else output[position]
 
     return call

@@ -17,7 +17,7 @@ TABLES = {
     "CHECKPOINT": None,
     "PRECISION": {"parameters", "compute", "reduce"},
     "TENSOR": {"styles", "sequence", "loss_parallel"},
-    "PIPELINE": {"schedule", "starts", "tied"},
+    "PIPELINE": {"schedule", "rows", "starts", "takes", "returns", "outside", "tied"},
 }
 
 

@@ -30,7 +30,7 @@ def is_causal(model: ModelFacts) -> bool:
 
 
 def refuses_tensor(model: ModelFacts, tp: int) -> str:
-    """Return why transformers' tensor parallel plans, which both trainers follow, cannot cut a model; empty if they can.
+    """Return why transformers' tensor parallel plans, which both trainers follow, cannot cut a model, or nothing.
 
     The plans (``base_model_tp_plan`` of a config) cut projections of attention by columns, which holds whole heads
     only where both numbers of heads divide; layers of the feed-forward network by their inner features.

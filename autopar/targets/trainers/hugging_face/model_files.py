@@ -34,7 +34,8 @@ def inputs_of(export: Export) -> dict[str, dict[str, Any]]:
     names = config.get("architectures")
     labels = words
     if isinstance(names, (list, tuple)) and names and str(names[0]).endswith("Classification"):
-        labels = len(config["id2label"]) if isinstance(config.get("id2label"), Mapping) else 2
+        classes = config.get("id2label")
+        labels = len(classes) if isinstance(classes, Mapping) else 2
     return {
         name: {
             "shape": [export.rows, *value.shape[1:]], "dtype": str(value.dtype).removeprefix("torch."),

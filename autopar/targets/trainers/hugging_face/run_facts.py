@@ -6,6 +6,7 @@ the batch. An export's ``run.json`` has just that; ``training_arguments.json`` h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,7 +15,10 @@ from autopar.targets.trainers.hugging_face.known import known
 from autopar.targets.trainers.hugging_face.section import Section, beside, table_of
 
 RUN, ARGUMENTS = "run.json", "training_arguments.json"
-RUN_FIELDS = ("model", "sequence", "rows", "microbatches", "optimizer", "recompute", "master", "reduce", "inputs", "tp")
+RUN_FIELDS = (
+    "model", "batch", "sequence", "rows", "microbatches", "optimizer", "recompute", "recompute_classes", "master",
+    "reduce", "inputs",
+)  # fmt: skip
 ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 HARMLESS = (  # of TrainingArguments: they change neither the seconds nor the bytes of a step
     "accelerator_config activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon batch_eval_metrics "
@@ -49,6 +53,7 @@ class RunFacts:
         half: ``bf16``, ``fp16`` or ``no``: what is computed in.
         master, reduce: formats of parameters between steps, and of the sums of gradients.
         each_synced: gradients are summed over ranks in every microbatch; else once a step.
+        batch: rows of a step over all ranks.
         unpriced, ignored: as of :class:`~autopar.targets.target.Config`.
     """
 
@@ -61,6 +66,7 @@ class RunFacts:
     master: str | None = None
     reduce: str | None = None
     each_synced: bool | None = None
+    batch: int | None = None
     unpriced: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
@@ -88,6 +94,7 @@ def facts_of_run(source: Source) -> RunFacts:
         section.whole("rows"), section.whole("microbatches"), section.whole("sequence"),
         section.word("optimizer", ("adamw", "sgd", "sgd_momentum")), section.word("recompute", ("none", "full")),
         None, section.word("master", formats), section.word("reduce", formats), True,
+        section.whole("batch"),
     )  # fmt: skip
 
 
@@ -112,7 +119,11 @@ def facts_of_arguments(section: Section) -> RunFacts:
     for name in ("torch_compile", "use_liger_kernel", "liger_kernel_config"):
         if section.get(name):
             unpriced.append(f"{name}: fused kernels are not in the price: seconds and activations are upper bounds")
-    wanted = section.flag("gradient_checkpointing"), section.flag("activation_checkpointing")
+    fsdp = section.get("fsdp_config")
+    wanted = [section.flag("gradient_checkpointing"), section.flag("activation_checkpointing")]
+    if isinstance(fsdp, Mapping):
+        inner = Section(section.source, fsdp, "fsdp_config")
+        wanted += [inner.flag("activation_checkpointing"), inner.flag("fsdp_activation_checkpointing")]
     half = "bf16" if section.flag("bf16") else "fp16" if section.flag("fp16") else "no"
     accelerator = section.section("accelerator_config", known()["training_arguments"]["accelerator_config"],
                                   "TrainingArguments")  # fmt: skip
@@ -120,13 +131,13 @@ def facts_of_arguments(section: Section) -> RunFacts:
     synced = bool(kwargs.get("sync_each_batch")) if isinstance(kwargs, dict) else False
     if accelerator.flag("split_batches"):
         raise accelerator.error("split_batches", "is true: then rows are those of all ranks; leave it out")
-    for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"):  # the reader of the whole run reads these
-        section.read.add(name)
+    rows, m = section.whole("per_device_train_batch_size") or 8, section.whole("gradient_accumulation_steps") or 1
+    section.read.update(("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "bf16", "fp16"))
     ignored, others = section.rest(HARMLESS)
     unpriced += [f"{name}: the price does not know it" for name in others]
     return RunFacts(
-        section.whole("per_device_train_batch_size") or 8, section.whole("gradient_accumulation_steps") or 1, None,
-        optimizer, "full" if any(wanted) else "none", half, None, None, synced, tuple(unpriced), tuple(ignored),
+        rows, m, None, optimizer, "full" if any(wanted) else "none", half, None, None, synced, None, tuple(unpriced),
+        tuple(ignored),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Print the fields of accelerate's config and of TrainingArguments as their own code has them; or compare with a file."""
+"""Print the fields of accelerate's config and of TrainingArguments from their own code, or compare with a file."""
 
 import dataclasses
 import inspect

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
 
 # --- decisions ---
@@ -53,7 +54,6 @@ class Trainer:
         """
         self.call, self.device = call, device
         self.mesh: DeviceMesh | None = None
-        self.data: DeviceMesh | None = None
         self.schedule: Any = None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world, wanted = int(os.environ.get("WORLD_SIZE", "1")), functools.reduce(int.__mul__, MESH.values())
@@ -64,34 +64,45 @@ class Trainer:
         if world != wanted:
             raise SystemExit(f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}")
         self.mesh = init_device_mesh(device.type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
-        self.data = self.mesh["replicate", "shard"]._flatten("data") if self.data_ranks > 1 else None
         stages = [model]
         if PIPELINE:
-            import pipeline
-
-            blocks = [path for path, _ in matching(model, FULLY_SHARD["modules"])]
-            dtype = getattr(torch, PRECISION["compute"]) if mixed and "compute" in PRECISION else None
-            one = microbatch(example, 0, 0)
-            stages = pipeline.stages_of(
-                model, call, one, self.mesh["pipeline"], PIPELINE, blocks, BATCH["inputs"], dtype
-            )  # fmt: skip
+            stages = self._stages(model, example, mixed)
         for stage in stages:
             self._spread(stage, mixed)
         self.model = nn.ModuleList(stages) if PIPELINE else model
         if PIPELINE:
-            self.schedule = pipeline.Schedule(stages, self.mesh, device, BATCH["microbatches"], PIPELINE)
+            from pipeline import Schedule
+
+            self.schedule = Schedule(stages, self.mesh, device, BATCH["microbatches"], PIPELINE)
 
     @property
     def data_ranks(self) -> int:
         """The number of ranks over which the rows of a microbatch are cut."""
         return MESH["replicate"] * MESH["shard"]
 
+    def _stages(self, model: nn.Module, example: dict[str, Any], mixed: bool) -> list[nn.Module]:
+        """Return the stages of this rank: every one of as many as the pipeline has ranks."""
+        from pipeline import Stage
+
+        assert self.mesh is not None
+        one = microbatch(example, 0, 0)
+        rows = next(iter(one[name].shape[0] for name in BATCH["inputs"]))
+        if rows != PIPELINE["rows"]:
+            raise SystemExit(f"PIPELINE has the shapes of {PIPELINE['rows']} rows, a rank's microbatch has {rows}")
+        blocks = [path for path, _ in matching(model, FULLY_SHARD["modules"])]
+        floats = next(p.dtype for p in model.parameters())
+        if mixed and "compute" in PRECISION:
+            floats = getattr(torch, PRECISION["compute"])
+        constants = moved({name: value for name, value in one.items() if name not in BATCH["inputs"]}, self.device)
+        numbers = range(self.mesh.get_local_rank("pipeline"), len(PIPELINE["starts"]) + 1, MESH["pipeline"])
+        return [Stage(model, self.call, number, PIPELINE, blocks, constants, floats) for number in numbers]
+
     def _spread(self, model: nn.Module, mixed: bool) -> None:
         """Apply tensor parallelism, recomputation and sharding to the model or to a stage of it, in this order."""
         assert self.mesh is not None
         inner = getattr(model, "whole", model)  # a stage holds the whole model, the modules of other stages absent
-        if self.data is not None:
-            batch_norms_over(model, self.data)
+        if self.data_ranks > 1:
+            batch_norms_over(model, self.mesh)
         if MESH["tensor"] > 1:
             import tensor_parallel
 
@@ -107,7 +118,9 @@ class Trainer:
         gradients, is that of the whole batch.
         """
         count = BATCH["microbatches"]
-        part = 0 if self.mesh is None or self.data is None else self.data.get_local_rank()
+        part = 0
+        if self.mesh is not None:
+            part = self.mesh.get_local_rank("replicate") * MESH["shard"] + self.mesh.get_local_rank("shard")
         parts = [moved(microbatch(batch, k, part), self.device) for k in range(count)]
         total = torch.zeros((), device=self.device)
         scope = loss_scope()
@@ -198,24 +211,22 @@ def shard_parameters(modules: list[nn.Module], mesh: DeviceMesh, mixed: bool) ->
 
 def batch_norms_over(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let batch norms in training take the statistics of all ranks' rows, as one device does."""
+    groups = [mesh.get_group(name) for name in ("replicate", "shard") if MESH[name] > 1]
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.forward = functools.partial(batch_norm, module, mesh.get_group())
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            module.forward = functools.partial(batch_norm, module, groups)
 
 
-def batch_norm(norm: Any, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+def batch_norm(norm: Any, groups: list[dist.ProcessGroup], x: torch.Tensor) -> torch.Tensor:
     """Return the batch norm of ``x`` [rows, channels, ...] with the statistics of the rows of all ranks."""
     if not norm.training:
         return type(norm).forward(norm, x)
-    from torch.distributed.nn.functional import all_reduce
-
     dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
-    ranks = dist.get_world_size(group)
-    mean = all_reduce(x.mean(dims), group=group) / ranks
+    mean = mean_over(x.mean(dims), groups)
     centred = x - mean.view(shape)
-    variance = all_reduce(centred.square().mean(dims), group=group) / ranks
+    variance = mean_over(centred.square().mean(dims), groups)
     if norm.track_running_stats:
-        count = x.numel() // x.shape[1] * ranks
+        count = x.numel() // x.shape[1] * MESH["replicate"] * MESH["shard"]
         norm.num_batches_tracked += 1
         share = norm.momentum if norm.momentum is not None else 1 / norm.num_batches_tracked.item()
         with torch.no_grad():
@@ -223,3 +234,10 @@ def batch_norm(norm: Any, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Te
             norm.running_var.lerp_(variance.detach().to(norm.running_var) * count / max(count - 1, 1), share)
     y = centred * torch.rsqrt(variance + norm.eps).view(shape)
     return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)
+
+
+def mean_over(value: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
+    """Return the mean of a tensor over the ranks of all groups, through which gradients flow."""
+    for group in groups:
+        value = all_reduce(value, group=group) / dist.get_world_size(group)
+    return value

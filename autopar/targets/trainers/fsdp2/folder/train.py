@@ -90,7 +90,7 @@ def call(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     args = [inputs[name] for name in inputs if name.startswith("arg_")]
     output = model(*args, **{name: value for name, value in inputs.items() if not name.startswith("arg_")})
     loss = getattr(output, "loss", output)
-    return loss if isinstance(loss, torch.Tensor) else torch.utils._pytree.tree_leaves(output)[MODEL.get("loss", 0)]
+    return loss if isinstance(loss, torch.Tensor) else output[MODEL["loss"]]
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -1,0 +1,285 @@
+"""The price of moving a model's parameters to another layout: bytes by rank and link, seconds, peak memory.
+
+Seconds of a round are those of the busiest link and of the rank with most messages, by the link model of transfers
+between two devices (:mod:`cost_models.mesh_links`, ``send_recv``): with ``T`` the largest of bytes over rate among
+links, ``L`` the largest sum of message latencies of a rank, and ``p`` the sharpness of the limiting link's curve,
+``(L^p + T^p)^(1/p)``. One message takes what :meth:`cost_models.costs.Costs.transfer` says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from autopar.plans.moving import MovedPart, Sides, StoredParameter, moved_parts
+from autopar.plans.transfer import box_at
+from cost_models.mesh_links import mesh_axes
+from cost_models.reshard_paths import Edge, reshard_path
+from hardware_profiles import Cluster, Link
+
+ROUNDS = 2
+INSIDE, BETWEEN = "inside machines", "between machines"
+
+
+@dataclass(frozen=True)
+class MovedTensor:
+    """What moves of one parameter.
+
+    Attributes:
+        n_bytes: bytes of all messages, rounds together.
+        stays_bytes: bytes that ranks have already, in the new format.
+    """
+
+    name: str
+    n_bytes: int
+    stays_bytes: int
+
+
+@dataclass(frozen=True)
+class ParameterMove:
+    """The price of a move.
+
+    Attributes:
+        tensors: parameters, in the order of the model.
+        sent, received: bytes by rank; a rank that is not named has none.
+        by_link: bytes of messages, :data:`INSIDE` and :data:`BETWEEN` machines.
+        crossing_bytes: bytes that the devices of the old layout send to those of the new one, where no device has both;
+            else None.
+        busiest: the link that limits the move, for people.
+        seconds: all parameters at once; the rounds follow each other.
+        one_by_one_seconds: one parameter after the other.
+        old_bytes, new_bytes: the most bytes that a rank has before, and after.
+        peak_bytes: the most bytes of a rank if all parameters move at once: old and new shards, and messages that it
+            sends and receives.
+        one_by_one_peak_bytes: the same if parameters follow each other, and each one's old shard is freed once it has
+            moved (is not, where the old ones are kept).
+        n_messages: number of messages.
+    """
+
+    tensors: tuple[MovedTensor, ...]
+    sent: Mapping[int, int]
+    received: Mapping[int, int]
+    by_link: Mapping[str, int]
+    crossing_bytes: int | None
+    busiest: str
+    seconds: float
+    one_by_one_seconds: float
+    old_bytes: int
+    new_bytes: int
+    peak_bytes: int
+    one_by_one_peak_bytes: int
+    n_messages: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all messages."""
+        return sum(tensor.n_bytes for tensor in self.tensors)
+
+    @property
+    def stays_bytes(self) -> int:
+        """Bytes that ranks have already, in the new format."""
+        return sum(tensor.stays_bytes for tensor in self.tensors)
+
+
+@dataclass
+class _Routes:
+    """Routes between devices of a cluster, their latency, and the rates of links."""
+
+    cluster: Cluster
+    edges: dict[tuple[int, int], list[Edge]] = field(default_factory=dict)
+    latency: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    def route(self, a: int, b: int) -> list[Edge]:
+        """Return the links from one device to another."""
+        if (a, b) not in self.edges:
+            self.edges[a, b] = reshard_path(self.cluster.graph, a, b)
+        return self.edges[a, b]
+
+    def link(self, edge: Edge) -> Link:
+        """Return the link of an edge."""
+        link: Link = self.cluster.graph.edges[edge]["link"]
+        return link
+
+    def message_seconds(self, a: int, b: int) -> float:
+        """Return the latency of a message; routes over the same links have one."""
+        key = tuple(id(self.link(edge)) for edge in self.route(a, b)) + (self.is_between(a, b),)
+        if key not in self.latency:
+            self.latency[key] = mesh_axes(self.cluster, {"pair": 2}, [a, b])["pair"].terms["send_recv"][0]
+        return self.latency[key]
+
+    def rate(self, edge: Edge) -> float:
+        """Return the bytes per second of an edge for messages."""
+        link = self.link(edge)
+        curve = self.cluster.curves[link.curve]["send_recv"]
+        return link.bandwidth_bytes_per_second * curve.fraction * (1.0 - curve.ramp / 2)
+
+    def is_between(self, a: int, b: int) -> bool:
+        """Return True if a message leaves a machine."""
+        return self.cluster.node_of[a] != self.cluster.node_of[b]
+
+
+@dataclass
+class _Load:
+    """Bytes on links and latencies of ranks in one round."""
+
+    edges: Counter[Edge] = field(default_factory=Counter)
+    waits: Counter[tuple[int, bool]] = field(default_factory=Counter)
+
+    def add(self, other: _Load, scale: float) -> None:
+        """Add the load of one more tensor; ``scale`` are its bytes for each of the other's."""
+        for edge, n in other.edges.items():
+            self.edges[edge] += n * scale  # type: ignore[assignment]
+        self.waits.update(other.waits)
+
+    def seconds(self, routes: _Routes, scale: float = 1.0) -> tuple[float, str]:
+        """Return the seconds of the round, and the link that limits it."""
+        if not self.edges:
+            return 0.0, ""
+        busiest = max(self.edges, key=lambda edge: self.edges[edge] / routes.rate(edge))
+        link = routes.link(busiest)
+        latency, moving = max(self.waits.values()), scale * self.edges[busiest] / routes.rate(busiest)
+        p = routes.cluster.curves[link.curve]["send_recv"].sharpness
+        seconds = latency + moving if p == 1.0 else (latency**p + moving**p) ** (1 / p)
+        return routes.cluster.software.factor * seconds, link.name
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """The parts of a tensor of one shape between two layouts, counted in elements."""
+
+    loads: tuple[_Load, ...]
+    sent: Counter[int]
+    received: Counter[int]
+    stays: int
+    by_link: Counter[str]
+    n_messages: int
+    old: Counter[int]
+    new: Counter[int]
+
+
+def move(
+    old: Mapping[str, StoredParameter], new: Mapping[str, StoredParameter], cluster: Cluster, *, keeps_old: bool = False
+) -> ParameterMove:
+    """Return the price of bringing parameters from one layout to another.
+
+    A parameter is sent in the narrower of its two formats and cast where it is narrow, so that no message carries more
+    than the target needs. Optimizer state is sent with it, in the format of the new plan.
+
+    Args:
+        old, new: parameters by name (:func:`autopar.plans.moving.stored_parameters`).
+        cluster: the devices of both.
+        keeps_old: whether the old shards stay after the move.
+    """
+    routes = _Routes(cluster)
+    patterns: dict[tuple[tuple[int, ...], Sides, Sides], _Pattern] = {}
+    total = [_Load() for _ in range(ROUNDS)]
+    sent, received, by_link = Counter[int](), Counter[int](), Counter[str]()
+    memory = _Memory(keeps_old)
+    tensors, alone, n_messages = [], 0.0, 0
+    for name, before in old.items():
+        after = new[name]
+        key = before.spec.shape, before.sides, after.sides
+        if key not in patterns:
+            patterns[key] = _pattern(moved_parts(*key, cluster.node_of), key, routes)
+        pattern = patterns[key]
+        item = min(before.spec.item_bytes, after.spec.item_bytes) + after.moment_bytes
+        for load, one in zip(total, pattern.loads, strict=True):
+            load.add(one, item)
+        alone += sum(one.seconds(routes, item)[0] for one in pattern.loads)
+        for counter, counted in ((sent, pattern.sent), (received, pattern.received), (by_link, pattern.by_link)):
+            for at, n in counted.items():  # type: ignore[attr-defined]
+                counter[at] += n * item  # type: ignore[index]
+        memory.add(
+            pattern, before.spec.item_bytes + before.moment_bytes, after.spec.item_bytes + after.moment_bytes, item
+        )
+        stays = pattern.stays * (after.spec.item_bytes + after.moment_bytes)
+        tensors.append(MovedTensor(name, sum(pattern.sent.values()) * item, stays))
+        n_messages += pattern.n_messages
+    rounds = [load.seconds(routes) for load in total]
+    apart = not memory.old.keys() & memory.new.keys()
+    crossing = sum(n for device, n in sent.items() if device in memory.old) if apart else None
+    return ParameterMove(
+        tuple(tensors), dict(sent), dict(received), {name: by_link[name] for name in (INSIDE, BETWEEN)}, crossing,
+        max(rounds)[1], sum(seconds for seconds, _ in rounds), alone, max(memory.old.values(), default=0),
+        max(memory.new.values(), default=0), memory.together(sent, received), memory.one_by_one(), n_messages,
+    )  # fmt: skip
+
+
+def _pattern(
+    parts: Sequence[MovedPart], key: tuple[tuple[int, ...], Sides, Sides], routes: _Routes
+) -> _Pattern:  # fmt: skip
+    loads = tuple(_Load() for _ in range(ROUNDS))
+    sent, received, by_link = Counter[int](), Counter[int](), Counter[str]()
+    stays = n_messages = 0
+    for part in parts:
+        n = part.n_elements
+        a, b = part.source, part.target
+        if a == b:
+            stays += n
+            continue
+        n_messages += 1
+        load = loads[part.round]
+        for edge in routes.route(a, b):
+            load.edges[edge] += n
+        seconds = routes.message_seconds(a, b)
+        load.waits[a, True] += seconds  # type: ignore[assignment]
+        load.waits[b, False] += seconds  # type: ignore[assignment]
+        sent[a] += n
+        received[b] += n
+        by_link[BETWEEN if routes.is_between(a, b) else INSIDE] += n
+    shape, old, new = key
+    return _Pattern(loads, sent, received, stays, by_link, n_messages, _held(shape, old), _held(shape, new))
+
+
+def _held(shape: Sequence[int], sides: Sides) -> Counter[int]:
+    """Return the elements that every rank holds; equal shards of several stages are one."""
+    boxes = {(device, box_at(shape, side, at)) for side in sides for at, device in enumerate(side.devices)}
+    held = Counter[int]()
+    for device, box in boxes:
+        part = MovedPart(device, device, box)
+        held[device] += part.n_elements
+    return held
+
+
+@dataclass
+class _Memory:
+    """Bytes of ranks, parameter by parameter."""
+
+    keeps_old: bool
+    old: Counter[int] = field(default_factory=Counter)
+    new: Counter[int] = field(default_factory=Counter)
+    steps: list[tuple[_Pattern, int, int, int]] = field(default_factory=list)
+
+    def add(self, pattern: _Pattern, old_item: int, new_item: int, sent_item: int) -> None:
+        """Add a parameter, with its bytes for each element in the old layout, the new one, and messages."""
+        self.steps.append((pattern, old_item, new_item, sent_item))
+        for device, n in pattern.old.items():
+            self.old[device] += n * old_item
+        for device, n in pattern.new.items():
+            self.new[device] += n * new_item
+
+    def together(self, sent: Mapping[int, int], received: Mapping[int, int]) -> int:
+        """Return the most bytes of a rank if all parameters move at once."""
+        ranks = self.old.keys() | self.new.keys()
+        of: Callable[[int], int] = partial(_sum_at, (self.old, self.new, sent, received))
+        return max(map(of, ranks), default=0)
+
+    def one_by_one(self) -> int:
+        """Return the most bytes of a rank if parameters follow each other."""
+        now, peak = Counter(self.old), max(self.old.values(), default=0)
+        for pattern, old_item, new_item, sent_item in self.steps:
+            for device, n in pattern.new.items():
+                now[device] += n * new_item
+            for device in pattern.new.keys() | pattern.old.keys():
+                passing = (pattern.sent[device] + pattern.received[device]) * sent_item
+                peak = max(peak, now[device] + passing)
+            if not self.keeps_old:
+                for device, n in pattern.old.items():
+                    now[device] -= n * old_item
+        return peak
+
+
+def _sum_at(tables: Sequence[Mapping[int, int]], at: int) -> int:
+    return sum(table.get(at, 0) for table in tables)

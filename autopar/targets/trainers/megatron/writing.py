@@ -1,0 +1,190 @@
+"""The folder that a person runs: Megatron-LM's arguments, a script for every rank, and overrides for Megatron-Bridge."""
+
+from __future__ import annotations
+
+from autopar.planner.layouts.stage_starts import blocks_of, sizes_of
+from autopar.targets.target import ConfigError, Export, Written
+from autopar.targets.trainers.megatron.layouts import layout_arguments, precision_arguments
+from autopar.targets.trainers.megatron.models import Arguments, model_arguments
+
+RELEASE = "core_v0.19.0"
+"""The newest tag of Megatron-LM's repository whose ``pretrain_gpt.py`` has these arguments."""
+RANK = '''"""Pretraining with Megatron-LM: what every rank runs, with the arguments of arguments.txt and those given here.
+
+MEGATRON_LM is the path of a checkout of Megatron-LM, {release}.
+"""
+
+import os
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+if "MEGATRON_LM" not in os.environ:
+    sys.exit("MEGATRON_LM is not set: give the path of a checkout of Megatron-LM, {release}")
+{environment}
+root = Path(os.environ["MEGATRON_LM"])
+words = shlex.split((Path(__file__).parent / "arguments.txt").read_text(), comments=True)
+sys.argv = [str(root / "{script}"), *words, *sys.argv[1:]]
+sys.path.insert(0, str(root))
+runpy.run_path(sys.argv[0], run_name="__main__")
+'''
+START = """#!/bin/bash
+# {title}
+# devices: {devices}
+# On every node: NODE_RANK=0 (1, 2, ...) MASTER_ADDR=(that of node 0) MEGATRON_LM=(its checkout, {release}) bash pretrain.sh
+set -euo pipefail
+cd "$(dirname "$0")"
+exec torchrun --nnodes {nodes} --nproc-per-node {per_node} --node-rank "${{NODE_RANK:-0}}" \\
+    --master-addr "${{MASTER_ADDR:-127.0.0.1}}" --master-port "${{MASTER_PORT:-29500}}" pretrain.py "$@"
+"""
+CONNECTIONS = (
+    'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # collectives of tensor parallelism start in the order of launches'
+)
+NO_CONNECTIONS = 'os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # Megatron-FSDP asks for more than one'
+OPTIMIZERS = {
+    "adamw": {"--optimizer": "adam"}, "sgd": {"--optimizer": "sgd", "--sgd-momentum": "0.0"},
+    "sgd_momentum": {"--optimizer": "sgd", "--sgd-momentum": "0.9"},
+}  # fmt: skip
+TO_FILL_IN = {
+    "--mock-data": "", "--tokenizer-type": "NullTokenizer", "--train-iters": "100", "--lr": "3e-4", "--min-lr": "3e-5",
+    "--lr-decay-style": "cosine", "--lr-warmup-iters": "10", "--clip-grad": "1.0", "--weight-decay": "0.1",
+    "--eval-iters": "0", "--log-interval": "1", "--no-create-attention-mask-in-dataloader": "",
+}  # fmt: skip
+"""What is run without data: random tokens, for a hundred steps."""
+
+
+def write(export: Export) -> Written:
+    """Write the files that run a plan in Megatron-LM.
+
+    Raises:
+        ConfigError: Megatron-LM cannot divide the batch, the sequence or the numbers so.
+    """
+    sizes = layers_of_stages(export)
+    layout = export.layout
+    policy = layout.precision or export.precision
+    optimizer = layout.optimizer or export.optimizer
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"Megatron-LM has no optimizer {optimizer}; use {', '.join(OPTIMIZERS)}")
+    groups = {
+        "model": model_arguments(export.model, export.sequence, layout.sizes["tp"]),
+        "layout": layout_arguments(export, sizes),
+        "precision": precision_arguments(policy, zero=layout.zero),
+        "optimizer": dict(OPTIMIZERS[optimizer]),
+        "data and steps: yours go here": TO_FILL_IN,
+    }
+    nodes, per_node = _nodes(export)
+    names = {
+        "release": RELEASE, "script": "pretrain_gpt.py", "devices": layout.n_devices, "nodes": nodes,
+        "per_node": per_node, "title": f"{export.loaded.spec}: {layout.text} on {export.cluster_name}",
+        "environment": NO_CONNECTIONS if layout.zero == 3 else CONNECTIONS,
+    }  # fmt: skip
+    return Written(
+        {
+            "arguments.txt": "".join(_section(name, arguments) for name, arguments in groups.items()),
+            "pretrain.py": RANK.format(**names),
+            "pretrain.sh": START.format(**names),
+            "bridge_overrides.txt": bridge_overrides(export, groups["layout"] | groups["precision"]),
+        },
+        argv=("pretrain.py",),
+        fill_in=("--data-path and --tokenizer-model in arguments.txt, in place of --mock-data",
+                 "MEGATRON_LM: the path of a checkout of Megatron-LM"),
+        notes=tuple(_notes(export)),
+    )  # fmt: skip
+
+
+def layers_of_stages(export: Export) -> list[int]:
+    """Return how many layers every stage of the plan has, in the order of the model.
+
+    Raises:
+        ConfigError: a stage boundary of the plan is inside a layer.
+    """
+    plan, graph = export.priced.plan, export.priced.captured.graph
+    blocks = list(blocks_of(graph))
+    n_stages = export.layout.groups * export.layout.chunks
+    if n_stages == 1:
+        return [len(blocks)]
+    sizes = sizes_of(len(blocks), n_stages)
+    if len(plan.stages) != n_stages:
+        raise ConfigError(f"the plan has {len(plan.stages)} stages, its layout {n_stages}; export a plan of that layout")
+    return sizes
+
+
+def _nodes(export: Export) -> tuple[int, int]:
+    of_node = export.cluster.node_of
+    counts = {node: of_node[: export.layout.n_devices].count(node) for node in of_node[: export.layout.n_devices]}
+    each = max(counts.values())
+    if len(set(counts.values())) > 1:
+        raise ConfigError(
+            f"torchrun starts equally many ranks on every node, this cluster's nodes have {min(counts.values())} and "
+            f"{each}; plan for nodes that are alike"
+        )
+    return len(counts), each
+
+
+def _section(name: str, arguments: Arguments) -> str:
+    lines = [f"# {name}", *(f"{option} {_quoted(value)}".strip() for option, value in arguments.items())]
+    return "\n".join(lines) + "\n\n"
+
+
+def _quoted(value: str) -> str:
+    return f'"{value}"' if any(sign in value for sign in "()|*[]") else value
+
+
+def _notes(export: Export) -> list[str]:
+    notes = [
+        "random tokens are trained on until --mock-data is replaced by --data-path",
+        "bridge_overrides.txt is not validated: Megatron-Bridge cannot be imported without GPU packages",
+    ]
+    layout, model = export.layout, export.model
+    tp, vocabulary = layout.sizes["tp"], model.number("vocab_size") or 0
+    if vocabulary % tp:
+        notes.append(f"the vocabulary of {vocabulary} is padded to {-(-vocabulary // tp) * tp}, a multiple of tp={tp}")
+    if layout.sizes["cp"] > 1 and layout.experts > 1:
+        notes.append("experts are shared by neighbouring ranks, those of cp first; the price takes ranks of dp")
+    if model.number("num_nextn_predict_layers"):
+        notes.append("layers that predict further tokens (MTP) are left out, as in the model that was planned")
+    return notes
+
+
+SECTIONS = {
+    "--micro-batch-size": "train.micro_batch_size", "--global-batch-size": "train.global_batch_size",
+    "--use-distributed-optimizer": "ddp.use_distributed_optimizer", "--overlap-grad-reduce": "ddp.overlap_grad_reduce",
+    "--overlap-param-gather": "ddp.overlap_param_gather", "--use-megatron-fsdp": "ddp.use_megatron_fsdp",
+    "--data-parallel-sharding-strategy": "ddp.data_parallel_sharding_strategy",
+    "--num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "model.microbatch_group_size_per_vp_stage",
+    "--fp8-format": "model.fp8", "--fp4-format": "model.fp4", "--fp8-param-gather": "model.fp8_param",
+    "--fp4-param-gather": "model.fp4_param", "--ckpt-format": "checkpoint.ckpt_format",
+    "--no-gradient-accumulation-fusion": "",
+    "--use-precision-aware-optimizer": "optimizer.use_precision_aware_optimizer",
+    "--exp-avg-dtype": "optimizer.exp_avg_dtype", "--exp-avg-sq-dtype": "optimizer.exp_avg_sq_dtype",
+    "--bf16": "", "--fp16": "", "--grad-reduce-in-bf16": "", "--accumulate-allreduce-grads-in-fp32": "",
+}  # fmt: skip
+"""Fields of Megatron-Bridge's ConfigContainer where they are not ``model.`` and the argument's own name."""
+
+
+def bridge_overrides(export: Export, arguments: Arguments) -> str:
+    """Return overrides of a Megatron-Bridge recipe, one a line: ``model.tensor_model_parallel_size=4``."""
+    policy = export.layout.precision or export.precision
+    params = "fp32" if policy is None else {"bfloat16": "bf16_mixed", "float16": "fp16_mixed"}.get(str(policy.params), "")
+    lines = [
+        "# Overrides of a Megatron-Bridge recipe of the same model; NOT VALIDATED: Megatron-Bridge cannot be imported",
+        "# without GPU packages. Behind a recipe's script: $(grep -v '^#' bridge_overrides.txt)",
+        f"dataset.seq_length={export.sequence}", f"model.seq_length={export.sequence}",
+    ]  # fmt: skip
+    if params.endswith("mixed"):
+        lines.append(f"mixed_precision={params}")
+    for option, value in arguments.items():
+        name = SECTIONS.get(option, f"model.{option[2:].replace('-', '_')}")
+        if name:
+            lines.append(f"{name}={_hydra(option, value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _hydra(option: str, value: str) -> str:
+    if option in ("--recompute-modules",):
+        return f"[{','.join(value.split())}]"
+    if any(sign in value for sign in "()|*,"):
+        return f"'{value}'"
+    return value or "true"
