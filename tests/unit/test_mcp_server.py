@@ -129,6 +129,7 @@ def calls(folder: Path, wanted: list[tuple[str, dict[str, Any]]], *words: str) -
     return anyio.run(asked, folder, wanted, *words)
 
 
+@pytest.mark.slow
 def test_every_tool(folder: Path) -> None:
     names, (planned, fitting, not_fitting, explained, listed, exported) = calls(folder, [
         ("plan", {**MODEL_WORDS, "output": "made.json", "like": ["tp=2,mbs=8"], "top": 2}),
@@ -153,6 +154,7 @@ def test_every_tool(folder: Path) -> None:
         assert exported.is_error
 
 
+@pytest.mark.slow
 def test_what_a_client_may_not_do(folder: Path) -> None:
     """Nor is a module of the folder imported by a command that works there."""
     cases: list[tuple[str, dict[str, Any], str]] = [
@@ -171,6 +173,7 @@ def test_what_a_client_may_not_do(folder: Path) -> None:
         assert said in result.content[0].text, (arguments, result.content[0].text)
 
 
+@pytest.mark.slow
 def test_a_trusted_folder_and_a_time_out(folder: Path) -> None:
     """A search that takes too long answers with its best plan so far, or says that it was ended."""
     trusted = ("--trust", str(folder / "trusted"))

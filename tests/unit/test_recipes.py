@@ -33,7 +33,7 @@ def keys(recipe: str) -> list[str]:
     return [word for word in words if word not in NO_KEYS]
 
 
-NO_KEYS = {"memory", "explain", "plan", "activations", "optimizer"}
+NO_KEYS = {"memory", "explain", "plan", "export", "activations", "optimizer"}
 """Words in code between them that are commands, or values."""
 MAY_BE_NULL = {"refused.largest", "alternatives[0]", "error_band", "saved_seconds"}
 """Keys of another case than the one that the recipe's command is."""
