@@ -101,11 +101,12 @@ def _as_json(report: Report) -> Facts:
 
 
 def _show(stages: tuple[StagePlan, ...], reports: list[Report]) -> None:
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
 
-    table = Table(title="what the plan claims, and what its program does", title_justify="left")
+    table = Table(title="what the plan claims, and what its program does")
     for name in ("stage", "seconds", "counted", "state", "counted", "activations", "counted", "collectives"):
-        table.add_column(name, justify="left" if name in ("stage", "collectives") else "right")
+        text = name in ("stage", "collectives")
+        table.add_column(name, justify="left" if text else "right", below=name == "collectives")
     for number, (stage, report) in enumerate(zip(stages, reports, strict=True)):
         claimed, counted = stage.price, report.price
         kinds = (f"{n} {kind} over {axis}" for (axis, kind), n in sorted(report.collectives.items()))

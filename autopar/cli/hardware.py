@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from typer.core import TyperGroup
 
 from autopar.cli.common import Json, out, print_json
@@ -13,6 +12,7 @@ from autopar.cli.exit_codes import EPILOG
 from autopar.cli.new_cluster import new
 from autopar.cli.stopping import to_its_end
 from autopar.report import Facts
+from autopar.report.fitted_tables import Table
 
 
 def devices(as_json: Json = False) -> None:
@@ -42,13 +42,17 @@ def devices(as_json: Json = False) -> None:
         print_json({"devices": rows}, "devices")
         return
     dtypes = "bfloat16", "float32", "float8"
-    table = Table("device", "memory", "bandwidth", *dtypes, "power", "link", "curves", header_style="bold")
+    table = Table("device")
+    for name in ("memory GB", "bandwidth GB/s", *(f"{dtype} TFLOP/s" for dtype in dtypes), "power W"):
+        table.add_column(name, justify="right")
+    table.add_column("link", below=1)
+    table.add_column("curves", below=2)
     for d in profiles:
-        rates = [f"{d.peak_flops[t] / 1e12:.4g} TFLOP/s" if t in d.peak_flops else "-" for t in dtypes]
+        rates = [f"{d.peak_flops[t] / 1e12:.4g}" if t in d.peak_flops else "-" for t in dtypes]
         family = d.sources.get("efficiency", "own")
         table.add_row(
-            d.name, f"{d.memory_bytes / 1e9:.4g} GB", f"{d.memory_bytes_per_second / 1e9:.4g} GB/s", *rates,
-            f"{d.power_watts:g} W" if d.power_watts else "-", f"{d.link} x {d.domain}" if d.link else "-",
+            d.name, f"{d.memory_bytes / 1e9:.4g}", f"{d.memory_bytes_per_second / 1e9:.4g}", *rates,
+            f"{d.power_watts:g}" if d.power_watts else "-", f"{d.link} x {d.domain}" if d.link else "-",
             family.partition("inherits from ")[2].partition(";")[0] or "own",
         )  # fmt: skip
     out().print(table)
@@ -83,13 +87,19 @@ def clusters(
         for c in listed:
             out().print(c.describe(), markup=False)
     else:
-        table = Table("cluster", "devices", "nodes", "kind", "description", header_style="bold")
+        table = Table("cluster")
+        for name in ("devices", "nodes"):
+            table.add_column(name, justify="right")
+        table.add_column("kind")
+        table.add_column("description", below=1, named=False)
         for row in rows:
             kinds_text = ", ".join(f"{n} x {k}" for k, n in row["kinds"].items())
             table.add_row(row["name"], str(row["devices"]), str(row["nodes"]), kinds_text, row["description"])
         out().print(table)
         title = "trainers: --as NAME, or 'CLUSTER as NAME'"
-        trainers = Table("trainer", "factor", "description", header_style="bold", title=title)
+        trainers = Table("trainer", title=title, title_style="bold")
+        trainers.add_column("factor", justify="right")
+        trainers.add_column("description", below=1, named=False)
         for record in software().values():
             trainers.add_row(record.name, f"{record.factor:.3g}", record.description)
         out().print(trainers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +28,7 @@ from autopar.errors import ClusterError, PlanError
 if TYPE_CHECKING:
     from autopar.planfile import Document
     from autopar.plans.moving import StoredParameter
-    from autopar.plans.moving_cost import ParameterMove
+    from autopar.plans.moving_cost import MovedTensor, ParameterMove
     from autopar.plans.plan import Plan
     from hardware_profiles import Cluster
 
@@ -52,7 +53,7 @@ def reshard(
         bool, typer.Option("--apart", help="Each plan has machines of its own, though their clusters have one name.")
     ] = False,
     top: Annotated[
-        int, typer.Option("--top", help="Number of largest parameters to show.", callback=within(0, MOST_TENSORS))
+        int, typer.Option("--top", help="Rows of parameters, the largest first.", callback=within(0, MOST_TENSORS))
     ] = 8,
     model: ModelOption = None,
     trust: Trust = False,
@@ -193,10 +194,15 @@ def _print_tensors(found: ParameterMove, new: dict[str, StoredParameter], top: i
     table = Table("parameter", "shape", header_style="bold")
     for name in ("in messages", "of all", "there already"):
         table.add_column(name, justify="right")
-    for tensor in sorted(found.tensors, key=lambda each: -each.n_bytes)[:top]:
+    alike: dict[tuple[str, str], list[MovedTensor]] = {}
+    for tensor in found.tensors:
         shape = " x ".join(map(str, new[tensor.name].spec.shape))
-        share = f"{tensor.n_bytes / found.n_bytes:.1%}"
-        table.add_row(Text(tensor.name), shape, show_bytes(tensor.n_bytes), share, show_bytes(tensor.stays_bytes))
+        alike.setdefault((re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name), shape), []).append(tensor)
+    rows = [(sum(each.n_bytes for each in of), key, of) for key, of in alike.items()]
+    for n_bytes, (name, shape), of in sorted(rows, key=lambda row: -row[0])[:top]:
+        several = f" ({len(of)})" if len(of) > 1 else ""
+        stays = show_bytes(sum(each.stays_bytes for each in of))
+        table.add_row(Text(name + several), shape, show_bytes(n_bytes), f"{n_bytes / found.n_bytes:.1%}", stays)
     out().print(table)
 
 

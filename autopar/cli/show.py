@@ -242,10 +242,10 @@ def _beginning(path: Path) -> str:
 
 
 def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from autopar.plans.clusters import get_cluster
+    from autopar.report.fitted_tables import Table
     from autopar.report.profile_differences import profile_differences
 
     rows, notes = profile_differences(get_cluster(a), get_cluster(b))
@@ -256,7 +256,7 @@ def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
     console = out()
     for note in notes:
         console.print(note, markup=False)
-    table = Table("what", str(a), str(b), "ratio", header_style="bold")
+    table = Table("what", str(a), str(b), "ratio")
     for what, x, y in rows:
         table.add_row(Text(what), show_seconds(x), show_seconds(y), f"{y / x:.2f}" if x else "-")
     console.print(table)
@@ -273,10 +273,13 @@ def _print_diff(a: Path, b: Path, rows: list[Row], as_json: bool, alike: bool) -
     if not rows:
         console.print("the plans are the same")
         return
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table("what", str(a), str(b), header_style="bold")
+    from autopar.report.fitted_tables import Table
+
+    table = Table("what")
+    for path in (a, b):
+        table.add_column(str(path), below=1)
     for what, x, y in rows:
         table.add_row(Text(what), *(Text(_cell(what, v)) for v in (x, y)))
     console.print(table)

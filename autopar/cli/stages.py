@@ -9,15 +9,15 @@ from autopar.report import Facts
 from autopar.words.meshes import Mesh
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from autopar.capture import Captured
     from autopar.plans.plan import Plan
+    from autopar.report.fitted_tables import Table
     from cost_models.schedules import Timeline
     from hardware_profiles import Cluster
 
 WIDEST = 400
 """Most columns of a grid that is printed."""
+GATHERED = "gathered: whole copies of sharded parameters, held while operators use them"
 
 
 def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster) -> Facts:
@@ -84,9 +84,12 @@ def describe(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
 
 def times_table(stages: list[Facts]) -> Table:
     """Return a table of the stages' places and seconds of a microbatch."""
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
 
-    table = Table("stage", "begins at", "devices", "mesh", header_style="bold")
+    table = Table("stage")
+    table.add_column("begins at", below=2, named=False)
+    table.add_column("devices")
+    table.add_column("mesh", below=1)
     for name in ("forward", "backward: inputs", "weights", "once a step", "in flight"):
         table.add_column(name, justify="right")
     for s in stages:
@@ -100,12 +103,12 @@ def times_table(stages: list[Facts]) -> Table:
 
 def memory_table(stages: list[Facts]) -> Table:
     """Return a table of the memory of one device of each stage."""
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
 
     parts = ("parameter", "gradient", "optimizer", "gathered")
-    table = Table("stage", header_style="bold")
+    table = Table("stage", caption=GATHERED if any(s["gathered_bytes"] for s in stages) else None)
     for name in ("parameters", "gradients", "optimizer", "gathered", "activations", "working", "sum", "limit"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", below=name in ("parameters", "gradients", "optimizer"))
     for s in stages:
         again = s["activation_bytes"] - s["in_flight"] * s["microbatch_bytes"]
         kept = f"{s['in_flight']} x {show_bytes(s['microbatch_bytes'])}" + (f" + {show_bytes(again)}" if again else "")

@@ -3,12 +3,13 @@
 Seconds of a round are those of the busiest link and of the rank with most messages, by the link model of transfers
 between two devices (:mod:`cost_models.mesh_links`, ``send_recv``): with ``T`` the largest of bytes over rate among
 links, ``L`` the largest sum of message latencies of a rank, and ``p`` the sharpness of the limiting link's curve,
-``(L^p + T^p)^(1/p)``. One message takes what :meth:`cost_models.costs.Costs.transfer` says.
+``(L^p + T^p)^(1/p)``. One message takes what :meth:`cost_models.costs.Costs.transfer` says. What two ranks exchange in
+a round is one message: of a parameter, or of all parameters if these move at once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,7 +56,7 @@ class ParameterMove:
             sends and receives.
         one_by_one_peak_bytes: the same if parameters follow each other, and each one's old shard is freed once it has
             moved (is not, where the old ones are kept).
-        n_messages: number of messages.
+        n_messages: number of messages if all parameters move at once.
     """
 
     tensors: tuple[MovedTensor, ...]
@@ -122,24 +123,32 @@ class _Routes:
 
 @dataclass
 class _Load:
-    """Bytes on links and latencies of ranks in one round."""
+    """Bytes on links in one round, and the latency of a message between two ranks."""
 
     edges: Counter[Edge] = field(default_factory=Counter)
-    waits: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    messages: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def add(self, other: _Load, scale: float) -> None:
-        """Add the load of one more tensor; ``scale`` are its bytes for each of the other's."""
+    def add(self, other: _Load, scale: int) -> None:
+        """Add the load of one more tensor, of ``scale`` times the other's bytes."""
         for edge, n in other.edges.items():
-            self.edges[edge] += n * scale  # type: ignore[assignment]
-        self.waits.update(other.waits)
+            self.edges[edge] += n * scale
+        self.messages.update(other.messages)
 
-    def seconds(self, routes: _Routes, scale: float = 1.0) -> tuple[float, str]:
+    def latency(self) -> float:
+        """Return the largest sum of latencies of what a rank sends, or receives."""
+        waits: dict[tuple[int, bool], float] = defaultdict(float)
+        for (a, b), seconds in self.messages.items():
+            waits[a, True] += seconds
+            waits[b, False] += seconds
+        return max(waits.values(), default=0.0)
+
+    def seconds(self, routes: _Routes, scale: int = 1) -> tuple[float, str]:
         """Return the seconds of the round, and the link that limits it."""
         if not self.edges:
             return 0.0, ""
         busiest = max(self.edges, key=lambda edge: self.edges[edge] / routes.rate(edge))
         link = routes.link(busiest)
-        latency, moving = max(self.waits.values()), scale * self.edges[busiest] / routes.rate(busiest)
+        latency, moving = self.latency(), scale * self.edges[busiest] / routes.rate(busiest)
         p = routes.cluster.curves[link.curve]["send_recv"].sharpness
         seconds = latency + moving if p == 1.0 else (latency**p + moving**p) ** (1 / p)
         return routes.cluster.software.factor * seconds, link.name
@@ -154,7 +163,6 @@ class _Pattern:
     received: Counter[int]
     stays: int
     by_link: Counter[str]
-    n_messages: int
     old: Counter[int]
     new: Counter[int]
 
@@ -177,7 +185,7 @@ def move(
     total = [_Load() for _ in range(ROUNDS)]
     sent, received, by_link = Counter[int](), Counter[int](), Counter[str]()
     memory = _Memory(keeps_old)
-    tensors, alone, n_messages = [], 0.0, 0
+    tensors, alone = [], 0.0
     for name, before in old.items():
         after = new[name]
         key = before.spec.shape, before.sides, after.sides
@@ -196,14 +204,14 @@ def move(
         )
         stays = pattern.stays * (after.spec.item_bytes + after.moment_bytes)
         tensors.append(MovedTensor(name, sum(pattern.sent.values()) * item, stays))
-        n_messages += pattern.n_messages
     rounds = [load.seconds(routes) for load in total]
     apart = not memory.old.keys() & memory.new.keys()
     crossing = sum(n for device, n in sent.items() if device in memory.old) if apart else None
     return ParameterMove(
         tuple(tensors), dict(sent), dict(received), {name: by_link[name] for name in (INSIDE, BETWEEN)}, crossing,
         max(rounds)[1], sum(seconds for seconds, _ in rounds), alone, max(memory.old.values(), default=0),
-        max(memory.new.values(), default=0), memory.together(sent, received), memory.one_by_one(), n_messages,
+        max(memory.new.values(), default=0), memory.together(sent, received), memory.one_by_one(),
+        sum(len(load.messages) for load in total),
     )  # fmt: skip
 
 
@@ -212,25 +220,22 @@ def _pattern(
 ) -> _Pattern:  # fmt: skip
     loads = tuple(_Load() for _ in range(ROUNDS))
     sent, received, by_link = Counter[int](), Counter[int](), Counter[str]()
-    stays = n_messages = 0
+    stays = 0
     for part in parts:
         n = part.n_elements
         a, b = part.source, part.target
         if a == b:
             stays += n
             continue
-        n_messages += 1
         load = loads[part.round]
         for edge in routes.route(a, b):
             load.edges[edge] += n
-        seconds = routes.message_seconds(a, b)
-        load.waits[a, True] += seconds  # type: ignore[assignment]
-        load.waits[b, False] += seconds  # type: ignore[assignment]
+        load.messages[a, b] = routes.message_seconds(a, b)
         sent[a] += n
         received[b] += n
         by_link[BETWEEN if routes.is_between(a, b) else INSIDE] += n
     shape, old, new = key
-    return _Pattern(loads, sent, received, stays, by_link, n_messages, _held(shape, old), _held(shape, new))
+    return _Pattern(loads, sent, received, stays, by_link, _held(shape, old), _held(shape, new))
 
 
 def _held(shape: Sequence[int], sides: Sides) -> Counter[int]:

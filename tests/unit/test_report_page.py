@@ -160,7 +160,7 @@ def test_alternatives_are_points_and_rows() -> None:
     ])  # fmt: skip
     html = alternatives_section(rows)
     Tags(html)
-    points = re.findall(r'<svg x="([\d.]+)%" y="([\d.]+)%" class="dot (\w+)"', html)
+    points = re.findall(r'<svg x="([\d.]+)%" y="([\d.]+)%" class="dot (\w+)(?: picked)?"', html)
     assert points == [("0.00", "0.00", "front"), ("50.00", "100.00", "chosen"), ("100.00", "50.00", "beaten")]
     assert "tp&lt;2&gt;" in html and "<2>" not in html
 
@@ -171,7 +171,7 @@ def test_top_searches_again(folder: Path) -> None:
     assert code == 0, err
     page = (folder / "top.html").read_text()
     Tags(page)
-    assert page.count('class="dot ') >= 3 and page.count('class="dot chosen"') == 1
+    assert page.count('class="dot ') >= 3 and page.count('class="dot chosen picked"') == 1
 
 
 def test_a_ring_loads_its_links() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.errors import closest
 from autopar.targets.target import ConfigError, Source
-from autopar.targets.trainers.torchtitan.fields import RENAMED, Said, defaults, registry, releases, sizes_of
+from autopar.targets.trainers.torchtitan.fields import RENAMED, Said, defaults, registry, sizes_of
 from autopar.targets.trainers.torchtitan.texts import check_names, new_defaults, of_python, of_toml, old_said
 from hardware_profiles.strict import Unreadable, read_text
 
@@ -55,11 +55,11 @@ def _command(source: Source) -> tuple[list[str], dict[str, str]]:
             given[name] = _expanded(value, given)
             front += 1
         words = [_expanded(word, given) for word in words[front:]]
-        is_plain = bool(words) and all(word.startswith("--") or "." not in word for word in words[:1]) and words[0][:2] == "--"
+        is_plain = bool(words) and words[0].startswith("--")
         if any(PROGRAM.search(word) for word in words) or is_plain:
             found += words
     if not found:
-        raise source.error("command", "no command of torchtitan in it; give the line with torchtitan.train or run_train.sh")
+        raise source.error("command", "no command of torchtitan in it; give that with torchtitan.train or run_train.sh")
     return found, given
 
 
@@ -143,7 +143,7 @@ def _devices(words: list[str], given: Mapping[str, str]) -> int | None:
 def _on_toml(source: Source, file: str, arguments: Mapping[str, Any], devices: int | None) -> Said:
     found = _beside(source, file)
     if found is None:
-        raise source.error("CONFIG_FILE", f"is {file}, which is not there; put it beside the script, or price that file")
+        raise source.error("CONFIG_FILE", f"is {file}, which is not there; put it beside the script or price it")
     base = of_toml(found)
     check_names(source, [name for name in arguments if ":" not in name], old=True)
     old = defaults(old=True)
@@ -156,17 +156,18 @@ def _beside(source: Source, file: str) -> Source | None:
     if "$" in file:
         raise source.error("CONFIG_FILE", f"is {file}, which the text does not set; write the path")
     for folder in [source.path.parent, *source.path.parent.resolve().parents][:6]:
-        path = folder / file
-        if path.is_file():
-            try:
-                return Source(Path(path), read_text(path))
-            except (Unreadable, OSError) as error:
-                raise ConfigError(f"{source.path.name}: {file}: {error}; give a readable file") from None
+        for path in (folder / file, source.path.parent / Path(file).name):
+            if path.is_file():
+                try:
+                    return Source(path, read_text(path))
+                except (Unreadable, OSError) as error:
+                    raise ConfigError(f"{source.path.name}: {file}: {error}; give a readable file") from None
     return None
 
 
 def _on_function(
-    source: Source, named: Mapping[str, str], given: Mapping[str, str], arguments: Mapping[str, Any], devices: int | None
+    source: Source, named: Mapping[str, str], given: Mapping[str, str], arguments: Mapping[str, Any],
+    devices: int | None,
 ) -> Said:
     """Return fields on top of the config function that ``--module`` and ``--config`` name."""
     module = named.get("module") or given.get("MODULE") or "llama3"
@@ -188,9 +189,7 @@ def _base(source: Source, module: str, config: str) -> tuple[dict[str, Any], dic
             return dict(said.values), dict(said.sizes)
         raise source.error("--module", f"{module} has configs that are not known here; {closest(module, own)}")
     if config not in own[module]:
-        raise source.error("--config", f"{config} is no config of {module} that is known here; {closest(config, own[module])}")
+        raise source.error("--config", f"{config} is no known config of {module}; {closest(config, own[module])}")
     base = {RENAMED.get(name, name): value for name, value in own[module][config].items()}
     return base, sizes_of(module, str(base.pop("flavor")))
 
-
-assert releases is not None

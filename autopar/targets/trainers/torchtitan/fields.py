@@ -14,31 +14,40 @@ from typing import Any
 
 NEWEST = "0.3.0"
 _HERE = Path(__file__).parent
+_MOVED = (
+    "data_parallel_shard_degree", "data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree",
+    "pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatches",
+    "pipeline_parallel_split_points", "enable_async_tensor_parallel", "enable_loss_parallel",
+    "fsdp_reshard_after_forward",
+)  # fmt: skip
+"""Fields of the section ``parallelism`` that releases before 0.1 had in ``training`` or ``experimental``."""
 RENAMED = {
-    "training.batch_size": "training.local_batch_size", "training.compile": "compile.enable",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
-    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
-    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
-    "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
-    "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+    **{f"{section}.{name}": f"parallelism.{name}" for section in ("training", "experimental") for name in _MOVED},
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.batch_size": "training.local_batch_size",
+    "training.compile": "compile.enable",
+    "training.enable_float8_linear": "float8.enable_float8_linear",
     "compile.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
-}  # fmt: skip
-"""Fields of releases by the names that the reader has for them: those before 0.1 had no section ``parallelism``."""
+}
+"""Fields by the names that the reader has for them."""
 BEFORE = frozenset(
     {
-        "training.batch_size", "training.tensor_parallel_degree", "training.data_parallel_shard_degree",
-        "training.data_parallel_replicate_degree", "experimental.context_parallel_degree",
-        "experimental.pipeline_parallel_degree", "experimental.pipeline_parallel_schedule",
-        "experimental.enable_async_tensor_parallel", "metrics.rank_0_only", "float8.enable_float8_linear",
-        "float8.enable_fsdp_float8_all_gather", "float8.precompute_float8_dynamic_scale_for_fsdp",
-        "float8.force_recompute_fp8_weight_in_bwd", "model.norm_type",
-        "experimental.pipeline_parallel_split_points", "experimental.enable_compiled_autograd",
-        "checkpoint.model_weights_only", "checkpoint.interval_type", "training.warmup_steps", "training.fsdp_reshard_after_forward",
+        *RENAMED, "model.norm_type", "training.warmup_steps", "training.fp8_linear", "training.data_parallel_type",
+        "training.enable_selective_ac", "training.gc_freq", "training.checkpoint_interval",
+        "training.checkpoint_interval_type", "training.checkpoint_folder", "experimental.enable_compiled_autograd",
+        "parallelism.pipeline_parallel_microbatches", "hf_transformers.model",
     }
 )  # fmt: skip
-"""Fields of releases before 0.1 that its own configs used."""
+"""Fields of releases before 0.1, and of states of the repository between releases, that its own configs use."""
+UNCHECKED = frozenset(
+    {
+        "job", "profiling", "metrics", "optimizer", "lr_scheduler", "checkpoint", "comm", "validation", "debug",
+        "float8", "mx", "quantize", "memory_estimation", "fault_tolerance",
+    }
+)
+"""Sections of TOML in which other fields than those of releases are passed over: they change neither time nor memory."""
+OF_COMPONENTS = frozenset({"dataloader", "validator", "tokenizer", "loss", "optimizer", "lr_scheduler", "checkpoint"})
+"""Sections of the newest release whose fields depend on the component that the config function chose."""
 
 
 @dataclass(frozen=True)
@@ -97,5 +106,5 @@ def defaults(*, old: bool) -> dict[str, Any]:
 
 def sizes_of(module: str, flavor: str) -> dict[str, int]:
     """Return the sizes of a model of torchtitan's own; empty where they are not known."""
-    found: dict[str, int] = registry()["models"].get(module, {}).get(flavor, {})
-    return found
+    flavors: dict[str, dict[str, int]] = registry()["models"].get(module, {})
+    return next((sizes for name, sizes in flavors.items() if name.lower() == flavor.lower()), {})

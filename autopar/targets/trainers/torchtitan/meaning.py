@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from autopar.errors import closest
 from autopar.planner.layouts.stage_starts import described, sizes_of
@@ -34,7 +32,7 @@ READ = frozenset(
             "module_fqns_per_model_part", "pipeline_parallel_first_stage_less_layers",
             "pipeline_parallel_last_stage_less_layers", "pipeline_parallel_layers_per_stage",
             "pipeline_parallel_schedule", "pipeline_parallel_schedule_csv", "pipeline_parallel_microbatch_size",
-            "pipeline_parallel_split_points", "context_parallel_degree", "context_parallel_rotate_method",
+            "pipeline_parallel_split_points", "pipeline_parallel_microbatches", "context_parallel_degree", "context_parallel_rotate_method",
             "expert_parallel_degree", "expert_tensor_parallel_degree", "spmd_backend",
         )),
     }
@@ -42,7 +40,8 @@ READ = frozenset(
 """Fields whose meaning is below."""
 NOTHING = (
     "job.", "profiling.", "profiler.", "metrics.", "checkpoint.", "lr_scheduler.", "comm.", "validation.", "validator.",
-    "debug.", "experimental.", "dataloader.", "tokenizer.", "loss.", "override.", "memory_estimation.", "hf_assets_path",
+    "debug.", "experimental.", "float8.", "mx.", "quantize.", "hf_transformers.", "training.data_parallel_type",
+    "training.checkpoint_", "training.fp8_linear", "dataloader.", "tokenizer.", "loss.", "override.", "memory_estimation.", "hf_assets_path",
     "dump_folder", "training.dataset", "training.dataset_path", "training.dataloader.", "training.max_norm",
     "training.steps", "training.gc_", "training.seed", "training.deterministic", "training.warmup_steps",
     "training.disable_cuda_graphs", "optimizer.", "activation_checkpoint.", "model.tokenizer_path", "model.norm_type",
@@ -51,11 +50,11 @@ NOTHING = (
 )  # fmt: skip
 """Fields, by how their names begin, that change neither time nor memory of a step."""
 REASONS = {
-    P + "enable_async_tensor_parallel": "tensor parallelism's collectives overlap with products; priced as one after the other",
+    P + "enable_async_tensor_parallel": "collectives of tp overlap with products; priced as one after the other",
     P + "enable_fsdp_symm_mem": "gathers by copy engines; priced as NCCL's",
     P + "disable_loss_parallel": "logits are whole on every rank of tp; priced as cut over the vocabulary",
     P + "expert_parallel_comm_backend": "another exchange of rows; priced as all-to-all",
-    P + "pipeline_parallel_expert_parallel_overlap": "exchanges of experts overlap with another microbatch; priced as one after the other",
+    P + "pipeline_parallel_expert_parallel_overlap": "exchanges of experts overlap; priced as one after the other",
     "optimizer.early_step_in_backward": "the optimizer steps within the backward; priced as after it",
 }  # fmt: skip
 """Why a field that changes time or memory is not priced."""
@@ -106,10 +105,11 @@ def config_of(source: Source, said: Said) -> Config:
     _recompute(r, stages)
     _speed(r)
     given = [name for name in said.values if name not in READ]
-    for name in given:
-        if not name.startswith(NOTHING) and said.values[name] != said.defaults.get(name):
-            r.unpriced.append(f"{name}={said.values[name]}: {REASONS.get(name, 'changes time or memory, which the price does not know')}")
-    ignored = tuple(name for name in given if name.startswith(NOTHING))
+    ignored = tuple(name for name in given if name.startswith(NOTHING) and name not in REASONS)
+    for name in sorted(set(given) - {*ignored}):
+        if said.values[name] != said.defaults.get(name):
+            why = REASONS.get(name, "changes time or memory, which the price does not know")
+            r.unpriced.append(f"{name}={said.values[name]}: {why}")
     return Config(
         r.words, batch, r.number("training.seq_len", 2048), devices, _precision(r), _optimizer(r), dict(said.sizes),
         unpriced=tuple(r.unpriced), ignored=ignored,
@@ -144,7 +144,8 @@ def _ranks(r: Reading, others: int) -> tuple[int, int, int | None]:
 def _batch(r: Reading, dp: int | None, pp: int) -> int | None:
     """Put the rows of a microbatch into the words; return those of a step."""
     local, total = r.number("training.local_batch_size", 8), r.number("training.global_batch_size", -1)
-    each = r.number(P + "pipeline_parallel_microbatch_size") if pp > 1 else local
+    pieces = r.number(P + "pipeline_parallel_microbatches") if P + "pipeline_parallel_microbatches" in r.said.values else 0
+    each = local if pp == 1 else max(1, local // pieces) if pieces else r.number(P + "pipeline_parallel_microbatch_size")
     if local % each:
         raise r.source.error(
             "training.local_batch_size",
@@ -159,7 +160,8 @@ def _batch(r: Reading, dp: int | None, pp: int) -> int | None:
         return local * dp
     if total % (local * dp):
         raise r.source.error(
-            "training.global_batch_size", f"is {total}, no multiple of local_batch_size={local} x {dp} data ranks; change one"
+            "training.global_batch_size",
+            f"is {total}, no multiple of local_batch_size={local} x {dp} data ranks; change one",
         )
     times = total // (local * dp)
     if pp > 1 and times > 1:
@@ -176,17 +178,19 @@ def _experts(r: Reading, tp: int, cp: int, replicas: int, shards: int) -> None:
     name = P + "expert_parallel_degree"
     etp = r.number(P + "expert_tensor_parallel_degree")
     if cp > 1:
-        raise r.source.error(name, f"is {ep} beside context_parallel_degree={cp}: rows travel over both; set one of them to 1")
+        what = f"is {ep} beside context_parallel_degree={cp}: rows travel over both, which cannot be priced; set one to 1"
+        raise r.source.error(name, what)
     if replicas > 1 and shards * tp > 1:
         raise r.source.error(
-            name, f"is {ep} beside {replicas} replicas of shards, which cannot be priced; set data_parallel_replicate_degree to 1"
+            name,
+            f"is {ep} beside {replicas} replicas of shards, which cannot be priced; set data_parallel_replicate_degree=1",
         )
     travels = tp > 1 and etp == 1
     if travels and ep % tp:
-        raise r.source.error(name, f"is {ep}, which spreads over tensor_parallel_degree={tp} first; use a multiple of {tp}")
+        raise r.source.error(name, f"is {ep} and spreads over tensor_parallel_degree={tp} first; use a multiple of {tp}")
     ranks = shards * (tp if travels else 1)
     if shards != -1 and ranks % ep:
-        raise r.source.error(name, f"is {ep}, which does not divide the {ranks} ranks that share parameters; use a divisor")
+        raise r.source.error(name, f"is {ep} and does not divide the {ranks} ranks that share parameters; use a divisor")
     r.words["ep"] = str(ep)
     if travels:
         r.words["etp"] = "1"
@@ -226,24 +230,26 @@ def _pipeline(r: Reading, pp: int) -> int:
         return 1
     name = P + "pipeline_parallel_schedule"
     if r.said.get(P + "pipeline_parallel_schedule_csv"):
-        raise r.source.error(P + "pipeline_parallel_schedule_csv", "is a file of steps, which cannot be priced; name a schedule")
+        what = "is a file of steps, which cannot be priced; name a schedule"
+        raise r.source.error(P + "pipeline_parallel_schedule_csv", what)
     schedule = NAMES.get(str(r.said.get(name)).lower())
     if schedule is None:
-        raise r.source.error(name, f"is {r.said.get(name)}, which cannot be priced; {closest(str(r.said.get(name)), NAMES)}")
+        hint = closest(str(r.said.get(name)).lower(), NAMES)
+        raise r.source.error(name, f"is {r.said.get(name)}, which cannot be priced; {hint}")
     single = schedule in ("1f1b", "gpipe")
     parts, n_layers = _parts(r, pp, single)
     stages = len(parts) if isinstance(parts, list) else parts
     if stages % pp or (stages == pp) != single:
         wants = "1 stage" if single else "2 stages or more"
-        raise r.source.error(name, f"{r.said.get(name)} puts {wants} on a rank, {stages} stages are on {pp} ranks; change one")
+        what = f"{r.said.get(name)} puts {wants} on a rank, {stages} stages are on {pp} ranks; change one"
+        raise r.source.error(name, what)
     if schedule != "1f1b":
         r.words["schedule"] = schedule
     if stages > pp and schedule not in ("zb-v", "dualpipe-v"):
         r.words["vp"] = str(stages // pp)
-    if isinstance(parts, list) and n_layers and parts != sizes_of(n_layers, stages):
-        r.unpriced.append(
-            f"stages: {described(parts) or parts}, as torchtitan divides them; priced as {described(sizes_of(n_layers, stages)) or 'even'}"
-        )
+    even = sizes_of(n_layers, stages)
+    if isinstance(parts, list) and n_layers and parts != even:
+        r.unpriced.append(f"stages: {described(parts) or parts[0]}; priced as {described(even) or f'{even[0]} each'}")
     return stages
 
 
@@ -256,6 +262,7 @@ def _parts(r: Reading, pp: int, single: bool) -> tuple[list[int] | int, int]:
         sizes = [sum(str(part).startswith("layers.") for part in stage) for stage in listed]
         return sizes, sum(sizes)
     points = said.values.get(P + "pipeline_parallel_split_points")
+    points = points.split(",") if isinstance(points, str) and points else points
     if points:
         return len(points) + 1, n_layers
     each = said.get(P + "pipeline_parallel_layers_per_stage")
@@ -264,7 +271,8 @@ def _parts(r: Reading, pp: int, single: bool) -> tuple[list[int] | int, int]:
     stages = pp * (1 if single else 2)
     if each:
         if not n_layers:
-            raise r.source.error(P + "pipeline_parallel_layers_per_stage", f"is {each} of a model whose layers are not known here; write module_fqns_per_model_part")
+            what = f"is {each} of a model whose layers are not known here; write module_fqns_per_model_part"
+            raise r.source.error(P + "pipeline_parallel_layers_per_stage", what)
         stages = math.ceil((n_layers + before + behind) / int(each))
     if not n_layers:
         return stages, 0
@@ -278,8 +286,8 @@ def _parts(r: Reading, pp: int, single: bool) -> tuple[list[int] | int, int]:
 def _recompute(r: Reading, stages: int) -> None:
     """Put the recomputation into the words."""
     said = r.said
-    mode = said.get("activation_checkpoint.mode", "selective") if said.is_old else said.get("activation_checkpoint", "selective")
-    mode = str(mode).replace("_", "-")
+    mode = str(said.get("activation_checkpoint.mode" if said.is_old else "activation_checkpoint", "selective"))
+    mode = mode.replace("_", "-")
     option = str(said.get("activation_checkpoint.selective_ac_option", "op")) if said.is_old else "op"
     if mode == "full":
         r.words["recompute"] = "full"
@@ -288,13 +296,15 @@ def _recompute(r: Reading, stages: int) -> None:
     elif mode == "selective" and option == "op":
         r.words["recompute"] = "every:2"
         r.unpriced.append(
-            "activation_checkpoint=selective: every second product and what is cheap is recomputed; priced as every second block"
+            "activation_checkpoint=selective: every second product and what is cheap runs again; priced as every second "
+            "block"
         )
     elif mode == "blocks":
         r.words["recompute"] = _of_blocks(r, stages)
     elif mode == "memory-budget":
         share = said.get("activation_checkpoint.memory_budget", 0.5)
-        r.unpriced.append(f"activation_checkpoint=memory-budget {share}: the compiler chooses; priced with nothing recomputed")
+        what = f"activation_checkpoint=memory-budget {share}: the compiler chooses; priced with nothing recomputed"
+        r.unpriced.append(what)
     elif mode not in ("none", "None"):
         raise r.source.error("activation_checkpoint.mode", f"is {mode} with option {option}; use none, full or selective")
 
@@ -306,7 +316,8 @@ def _of_blocks(r: Reading, stages: int) -> str:
     for text in [*(f"full:{k}" for k in range(1, n + 1)), *(f"every:{k}" for k in range(1, n + 1))]:
         if recomputed_blocks(text, n, stages) == blocks:
             return text
-    raise r.source.error("activation_checkpoint.blocks", f"is {blocks}, neither every N-th nor the first N of each stage; use these")
+    what = f"is {blocks}, neither every N-th block nor the first N of each stage; use one of these"
+    raise r.source.error("activation_checkpoint.blocks", what)
 
 
 def _speed(r: Reading) -> None:
@@ -320,30 +331,47 @@ def _speed(r: Reading) -> None:
 
 def _precision(r: Reading) -> str:
     said = r.said
-    low, stored = said.get("training.mixed_precision_param", "bfloat16"), said.get("training.dtype", "float32")
-    for name, value in (("training.mixed_precision_param", low), ("training.dtype", stored)):
+    formats = {
+        name: str(said.get(f"training.{name}", default)) for name, default in
+        (("mixed_precision_param", "bfloat16"), ("dtype", "float32"), ("mixed_precision_reduce", "float32"))
+    }  # fmt: skip
+    for name, value in formats.items():
         if value not in ("bfloat16", "float32"):
-            raise r.source.error(name, f"is {value!r}; use bfloat16 or float32")
-    narrow = [str(each) for each in said.get("model.converters") or ()]
-    for each in narrow:
-        kind = "mxfp8" if "mx" in each else "fp8" if "float8" in each else ""
-        if kind and "grouped_mm" not in each and (low, stored) == ("bfloat16", "float32"):
-            return f"{kind}-mixed"
-        r.unpriced.append(f"model.converters: {each}; priced in bfloat16")
+            raise r.source.error(f"training.{name}", f"is {value}; use bfloat16 or float32")
+    low, stored, summed = formats.values()
     if stored == "bfloat16":
-        return "master=bfloat16,moments=bfloat16"
+        return "bf16-true" if summed == "bfloat16" else "master=bfloat16,moments=bfloat16"
+    if low == "float32":
+        return "32-true"
+    products = _products(r)
+    parts = [f"products={products}"] if products else []
+    gathers = ("float8.", "quantize.linear.float8.", "quantize.dense.float8.")
+    if products == "fp8" and any(said.values.get(f"{where}enable_fsdp_float8_all_gather") for where in gathers):
+        parts.append("narrow_gathers=true")
     if said.get("optimizer.implementation") == "fused_opt_states_bf16":
-        return "moments=bfloat16"
-    return "32-true" if low == "float32" else "bf16-mixed"
+        parts.append("moments=bfloat16")
+    if summed == "bfloat16":
+        parts.append("reduce=bfloat16")
+    return f"{products}-mixed" if parts == [f"products={products}"] else ",".join(parts) or "bf16-mixed"
+
+
+def _products(r: Reading) -> str:
+    """Return the format of linear layers' products that converters make; empty for that of the parameters."""
+    converters = r.said.get("model.converters") or ()
+    names = [converters] if isinstance(converters, str) else [str(each) for each in converters]
+    found = "fp8" if r.said.values.get("float8.enable_float8_linear") else ""
+    for each in names:
+        kind = "mxfp8" if "mx" in each else "fp8" if "float8" in each else ""
+        if kind and "grouped_mm" not in each:
+            found = kind
+        else:
+            r.unpriced.append(f"model.converters: {each}; priced in bfloat16")
+    return found
 
 
 def _optimizer(r: Reading) -> str:
     name = str(r.said.get("optimizer.name", "AdamW"))
     if name.lower() not in OPTIMIZERS:
-        raise r.source.error("optimizer.name", f"is {name}, whose state and time are not known; {closest(name.lower(), OPTIMIZERS)}")
+        hint = closest(name.lower(), OPTIMIZERS)
+        raise r.source.error("optimizer.name", f"is {name}, whose state and time are not known; {hint}")
     return OPTIMIZERS[name.lower()]
-
-
-def mentions(values: Mapping[str, Any], *sections: str) -> bool:
-    """Return whether fields of these sections are among values."""
-    return any(name.partition(".")[0] in sections for name in values)

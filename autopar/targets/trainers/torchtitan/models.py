@@ -91,7 +91,8 @@ def _gpt_oss(config: Values) -> dict[str, Any]:
 
 
 def _experts(config: Values) -> int:
-    return int(next(config[name] for name in ("n_routed_experts", "num_local_experts", "num_experts") if name in config))
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    return int(next(config[name] for name in names if config.get(name)))
 
 
 _DENSE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")

@@ -9,13 +9,24 @@ from typing import Any
 
 from autopar.errors import closest, first_few
 from autopar.targets.target import Source
-from autopar.targets.trainers.torchtitan.fields import RENAMED, Said, defaults, known, registry, sizes_of
+from autopar.targets.trainers.torchtitan.fields import (
+    OF_COMPONENTS,
+    RENAMED,
+    UNCHECKED,
+    Said,
+    defaults,
+    known,
+    registry,
+    sizes_of,
+)
 
 SECTIONS = ("training", "parallelism", "compile", "activation_checkpoint")
 """Fields of a config function that are read; others are of data, tokenizers, logs."""
 POLICIES = {
     "SelectiveAC": "selective", "FullAC": "full", "MemoryBudgetAC": "memory-budget", "BlocksAC": "blocks",
 }  # fmt: skip
+NO_DECODERS = ("flux",)
+"""Models with fields and trainers of their own."""
 OWN = "blocks"
 """The policy of the file that autopar writes, and its field."""
 
@@ -28,11 +39,13 @@ def check_names(source: Source, names: Iterator[str] | list[str], *, old: bool) 
     """
     fields = known(old=old)
     sections = {name.partition(".")[0] for name in fields}
+    loose = UNCHECKED if old else OF_COMPONENTS
     for name in names:
-        if name not in fields:
+        if name not in fields and name.partition(".")[0] not in loose:
             other = name.rpartition(".")[2]
             near = [each for each in fields if each.rpartition(".")[2] == other]
-            hint = f"did you mean '{sorted(near)[0]}'?" if near else closest(name, sorted(fields))
+            inside = sorted(each for each in fields if each.partition(".")[0] == name.partition(".")[0]) or sorted(sections)
+            hint = f"did you mean '{sorted(near)[0]}'?" if near else closest(name, inside)
             kind = "0.1 and 0.2" if old else "0.3"
             what = "section" if name.partition(".")[0] not in sections else "field"
             raise source.error(name, f"no {what} of torchtitan {kind}; {hint}")
@@ -45,7 +58,13 @@ def of_toml(source: Source) -> Said:
     except tomllib.TOMLDecodeError as error:
         raise source.error("TOML", f"{error}; give a job config of torchtitan") from None
     values = dict(_flat(tables))
+    if values.get("model.name") in NO_DECODERS:
+        name = values["model.name"]
+        raise source.error("model.name", f"is {name}, which is no language model; only layouts of these are read")
     check_names(source, list(values), old=True)
+    if "experimental.pipeline_parallel_degree" in values:  # before 0.1 a batch was cut into as many pieces as groups
+        pieces = values["experimental.pipeline_parallel_degree"]
+        values.setdefault("experimental.pipeline_parallel_microbatches", pieces)
     return old_said({RENAMED.get(name, name): value for name, value in values.items()})
 
 
@@ -68,10 +87,12 @@ def of_python(source: Source) -> Said:
     try:
         tree = ast.parse(source.text)
     except SyntaxError as error:
-        raise source.error("Python", f"line {error.lineno}: {error.msg}; give a module with a config function") from None
+        what = f"line {error.lineno}: {error.msg}; give a module with a config function"
+        raise source.error("Python", what) from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef) and _makes_config(node)}
     if len(functions) != 1:
-        what = f"{len(functions)} config functions ({first_few(list(functions))})" if functions else "no config function"
+        some = f"{len(functions)} config functions ({first_few(list(functions))})"
+        what = some if functions else "no config function"
         raise source.error("Python", f"{what}; give a file with one, or the command with --module and --config")
     values: dict[str, Any] = {}
     _read_function(source, next(iter(functions.values())), values)
@@ -91,7 +112,7 @@ def new_defaults() -> dict[str, Any]:
 
 def _makes_config(node: ast.FunctionDef) -> bool:
     calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-    return any("training" in {k.arg for k in call.keywords} or "parallelism" in {k.arg for k in call.keywords} for call in calls)
+    return any({"training", "parallelism"} & {keyword.arg for keyword in call.keywords} for call in calls)
 
 
 def _constant(tree: ast.Module, name: str) -> dict[str, int] | None:
@@ -140,7 +161,8 @@ def _read_section(source: Source, name: str, value: ast.expr, values: dict[str, 
     if name == "activation_checkpoint":
         kind = ast.unparse(value.func).rpartition(".")[0].rpartition(".")[2] if isinstance(value, ast.Call) else "None"
         if kind not in POLICIES and kind != "None":
-            raise source.error(name, f"{kind or ast.unparse(value)} is no policy of torchtitan; {closest(kind, POLICIES)}")
+            shown = kind or ast.unparse(value)
+            raise source.error(name, f"{shown} is no policy of torchtitan; {closest(kind, POLICIES)}")
         values[name] = POLICIES.get(kind, "none")
     if isinstance(value, ast.Call):
         for keyword in value.keywords:

@@ -15,6 +15,12 @@ MODULE, FUNCTION = "torchtitan_plan", "plan"
 ARGV = ("-m", "torchtitan.train", "--module", MODULE, "--config", FUNCTION)
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved-1f1b": "Interleaved1F1B"}
 """Names in ``torch.distributed.pipelining.schedules.get_schedule_class``."""
+FILL_IN = (
+    "hf_assets_path: the folder of the tokenizer", "dataloader: the data", "the learning rate and the number of steps",
+)  # fmt: skip
+NOTES = (
+    "torchtitan computes the loss in pieces of the sequence (ChunkedLossWrapper), which needs less memory than priced",
+)
 SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads",
     "num_hidden_layers", "vocab_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
@@ -37,12 +43,10 @@ def write(export: Export) -> Written:
         eps=export.model.config.get("rms_norm_eps", 1e-5), **_model(export, family), training=_call(_training(export)),
         parallelism=_call(_parallelism(export)), recompute=_recompute(export), optimizer=_optimizer(export),
     )  # fmt: skip
-    script = _SCRIPT.format(nodes=export.cluster.n_devices // _of_node(export), each=_of_node(export), argv=" ".join(ARGV))
-    return Written(
-        {f"{MODULE}.py": text, "train.sh": script, "requirements.txt": "torchtitan==0.3.0\nspmd_types==0.2.3\n"}, ARGV,
-        fill_in=("hf_assets_path: the folder with the tokenizer", "dataloader: the data set", "the learning rate and the number of steps"),
-        notes=("torchtitan computes the loss in pieces of the sequence (ChunkedLossWrapper), which needs less memory than priced",),
-    )  # fmt: skip
+    each = _of_node(export)
+    script = _SCRIPT.format(nodes=export.cluster.n_devices // each, each=each, argv=" ".join(ARGV))
+    files = {f"{MODULE}.py": text, "train.sh": script, "requirements.txt": "torchtitan==0.3.0\nspmd_types==0.2.3\n"}
+    return Written(files, ARGV, FILL_IN, NOTES)
 
 
 def _of_node(export: Export) -> int:
@@ -68,7 +72,8 @@ def _check(export: Export) -> None:
             f"{layout.text}: torch's Interleaved1F1B runs {m} microbatches in {m // layout.groups} rounds, which do not "
             "divide them; change mbs or the batch"
         )
-    cut = (layout.sizes["tp"] if layout.sequence_parallel else 1) * (2 * layout.sizes["cp"] if layout.sizes["cp"] > 1 else 1)
+    cp = layout.sizes["cp"]  # trainer.py: seq_len_divisor
+    cut = (layout.sizes["tp"] if layout.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
     if export.sequence is not None and export.sequence % cut:
         raise ConfigError(
             f"{layout.text}: torchtitan cuts a sequence into {cut} pieces, {export.sequence} places do not divide; "
@@ -91,8 +96,8 @@ def _formats(precision: Precision | None) -> dict[str, str]:
         return {"mixed_precision_param": "float32"}
     if shown != ("bfloat16", "float32", "float32"):
         raise ConfigError(
-            f"precision {p}: torchtitan computes in bfloat16 or float32 and reduces in float32, this is params={p.params}"
-            f", master={p.master}, reduce={p.reduce}; use bf16-mixed"
+            f"precision {p}: torchtitan computes in bfloat16 or float32 and reduces in float32, this is "
+            f"params={p.params}, master={p.master}, reduce={p.reduce}; use bf16-mixed"
         )
     return {}
 
@@ -212,7 +217,8 @@ def _lines(values: dict[str, Any], indent: int) -> str:
 
 
 def _call(values: dict[str, Any]) -> str:
-    return "\n".join(f"            {name}={pformat(value, width=90, compact=True)}," for name, value in values.items())
+    shown = {name: pformat(value, width=90, compact=True) for name, value in values.items()}
+    return "\n".join(f"            {name}={value}," for name, value in shown.items())
 
 
 _BLOCKS = '''

@@ -72,7 +72,8 @@ def checked(folder: Path, rank: int) -> dict[str, object]:
         microbatches = training.global_batch_size // (training.local_batch_size * batch)
     wrapped = sum(type(m).__name__.endswith("CheckpointWrapper") for part in parts for m in part.modules())
     sharded = sum(type(m).__name__.startswith("FSDP") for part in parts for m in part.modules())
-    local = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for part in parts for p in part.parameters())
+    mine = [getattr(p, "to_local", lambda p=p: p)() for part in parts for p in part.parameters()]
+    local = sum(p.numel() for p in mine)
     blocks = [list(part.layers) for part in parts]
     return {
         "parameters": total, "parameters of rank": local, "stages": stages, "microbatches": microbatches,

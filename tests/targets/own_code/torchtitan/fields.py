@@ -128,8 +128,7 @@ def registered() -> dict[str, Any]:
             said["optimizer.name"] = " and ".join(sorted(names))
             configs.setdefault(name, {})[key] = {"flavor": spec.flavor, **said}
         own = importlib.import_module(f"torchtitan.models.{name}")
-        flavors = next(value for key, value in vars(own).items() if key.endswith("_configs") and isinstance(value, dict))
-        for flavor in flavors:
+        for flavor in next(value for key, value in vars(own).items() if key.endswith("_configs")):
             models[name].setdefault(flavor, sizes_of(own.model_registry(flavor).model))
     return {"version": version("torchtitan"), "configs": configs, "models": models}
 
