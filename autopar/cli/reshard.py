@@ -99,7 +99,7 @@ def reshard(
     with progress("pricing the move"):
         found = move(old, new, cluster, keeps_old=keep)
     if as_json:
-        print_json(_facts(found, cluster, moments, top))
+        print_json(_facts(found, cluster, moments, top), "reshard")
         return
     for line in (_title(old, new, plans, moments), *_lines(found, keep)):
         out().print(line, markup=False, soft_wrap=True)
