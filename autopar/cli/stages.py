@@ -11,8 +11,8 @@ from autopar.words.meshes import Mesh
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.plans.plan import Plan
-    from autopar.words.graph import Graph
     from autopar.report.fitted_tables import Table
+    from autopar.words.graph import Graph
     from cost_models.schedules import Timeline
     from hardware_profiles import Cluster
 

@@ -223,7 +223,8 @@ def test_each_category_has_a_colour_of_its_own(scheme: str, card: str) -> None:
         return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
 
     rgb = {kind: linear(colour) for kind, colour in colours.items()}
-    luminance = {kind: float(value @ [0.2126, 0.7152, 0.0722]) for kind, value in (rgb | {"card": linear(card)}).items()}
+    weights = [0.2126, 0.7152, 0.0722]
+    luminance = {kind: float(value @ weights) for kind, value in (rgb | {"card": linear(card)}).items()}
     for kind in colours:
         light, dark = sorted((luminance[kind], luminance["card"]), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 3, kind
@@ -266,7 +267,8 @@ def test_in_a_browser(folder: Path, scheme: str) -> None:
       document.querySelector("[data-zoom='16']").click();
       const wide = document.documentElement;
       document.querySelector(".dot.front").dispatchEvent(new MouseEvent("click", {bubbles: true}));
-      const shown = [...document.querySelectorAll("[data-pick='layout'] .facts > div")].filter((facts) => !facts.hidden);
+      const facts = [...document.querySelectorAll("[data-pick='layout'] .facts > div")];
+      const shown = facts.filter((of_one) => !of_one.hidden);
       const cut = [...document.querySelectorAll(".wide")].filter((box) => box.scrollWidth > box.clientWidth + 1);
       if (shown.length !== 1 || !shown[0].textContent.includes("TP 4")) console.log("not picked", shown.length);
       if (cut.length) console.log("cut", cut[0].getAttribute("aria-label"));
