@@ -143,9 +143,9 @@ def _what(shares: Mapping[str, float]) -> str | None:
 
 
 def _listed(shares: Mapping[str, float]) -> str:
-    """Return shares as ``91% features, 9% the sequence``."""
+    """Return shares as ``91% along features, 9% along the sequence``."""
     return ", ".join(
-        f"{share:.0%} {'replicated' if what == NOTHING else what}" for what, share in shares.items() if share >= SHOWN
+        f"{share:.0%} {'replicated' if what == NOTHING else f'along {what}'}" for what, share in shares.items() if share >= SHOWN
     )
 
 

@@ -72,8 +72,8 @@ def test_axes_are_named_by_what_they_shard() -> None:
         return plan_in_words(captured.graph, plan)  # type: ignore[arg-type]
 
     assert words(first=("n", "b"), last=("k", "b")) == "TP 2, DP 4"
-    assert words(first=("b", "n"), last=("b", "b")) == "TP 4 (50% the batch), DP 2"
-    assert words(first=("b", "R"), last=("b", "b")) == "DP 2, tensor=4 (50% replicated, 50% the batch)"
+    assert words(first=("b", "n"), last=("b", "b")) == "TP 4 (50% along the batch), DP 2"
+    assert words(first=("b", "R"), last=("b", "b")) == "DP 2, tensor=4 (50% replicated, 50% along the batch)"
     assert words(first=("b", "R"), last=("b", "R")) == "DP 2, tensor=4 (100% replicated)"
 
 
@@ -153,7 +153,7 @@ def test_what_tokens_cost() -> None:
     row = LayoutRow("x", 2.0, 0.0, 1.0, 1e6, 0.5, devices=8)
     cost = cost_of(row, 3.6e12, 2.5)
     assert cost.seconds == 3.6e6 and cost.device_hours == 8000.0 and cost.money == 20000.0
-    assert cost.time == "41.67 days" and cost.words == "8,000 device-hours, 20,000 in money"
+    assert cost.time == "41.67 days" and cost.words == "8,000 device-hours, price 20,000"
     assert cost_of(row, 3.6e12).money is None
     assert parse_amount("1.5T") == 1.5e12 and parse_amount("300b") == 3e11 and parse_amount("1_000") == 1000
     assert [parse_amount(text) for text in ("", "T", "-1T", "0", "nan", "one", "1e99")] == [None] * 7
