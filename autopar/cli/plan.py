@@ -163,7 +163,8 @@ def plan(
     if (likes or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):
         raise UsageError("--like and --top need a model that returns its loss, and a batch with rows")
     if target is not None:
-        _plan_for(target, loaded, captured, cluster, wanted, files.get("-o"), as_json)
+        note = _precision_note(policy, loaded, captured, hardware)
+        _plan_for(target, loaded, captured, cluster, wanted, files.get("-o"), note, as_json)
         return
     priced = layouts.priced(loaded, captured, cluster, wanted, likes, words)
     if like_output is not None:
@@ -173,7 +174,7 @@ def plan(
             loaded.model, captured, lambda: (loaded.args, loaded.kwargs), hardware, hardware.n_devices, wanted,
             cluster, runs=False, say=say,
         )  # fmt: skip
-    policy_note = "" if policy is not None or loaded.precision is None else _policy_of(loaded.precision)
+    policy_note = _precision_note(policy, loaded, captured, hardware)
     outcome, chosen = _noted(outcome, loaded, policy_note), outcome.plan.cluster
     if output is not None:
         files["-o"].write(dumps(*_file(outcome, loaded, captured, chosen, output.parent)))
@@ -217,7 +218,7 @@ def _software_of(target: str, trainer: str | None) -> str:
 
 def _plan_for(
     target: str, loaded: Loaded, captured: Captured, cluster: str, request: PlanRequest, file: OutputFile | None,
-    as_json: bool,
+    note: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Find the fastest layout that a trainer can express, and write its plan."""
     from autopar.planfile import dumps
@@ -225,13 +226,15 @@ def _plan_for(
     search, found = plan_for.search_of(loaded, captured, cluster, request, target)
     own = plan_for.beside_own(loaded, captured, cluster, request, found.best) if request.top > 1 else None
     folder = file.path.parent if file is not None else Path()
-    text = dumps(*_file(_as_outcome(found.best), loaded, captured, cluster, folder))
+    text = dumps(*_file(_noted(_as_outcome(found.best), loaded, note), loaded, captured, cluster, folder))
     if file is not None:
         file.write(text)
     if as_json:
         print_json({**parse_json(text), **plan_for.facts(search, found, request.top, own)}, "plan")
         return
     plan_for.show(found, cluster, request.top, own)
+    if note:
+        out().print(f"  note: {note}", markup=False, soft_wrap=True)
     if file is not None:
         out().print(f"{file.path} has the plan; autopar export {file.path} --to {target} -o FOLDER writes its files",
                     markup=False, soft_wrap=True)  # fmt: skip
@@ -285,6 +288,29 @@ def _file(
     if outcome.captured is not captured:
         loaded = replace(loaded, parts=outcome.plan.microbatches)
     return replace(outcome.plan, cluster=cluster_from(cluster, folder)), outcome.captured.graph, loaded.named(folder)
+
+
+def _precision_note(policy: Precision | None, loaded: Loaded, captured: Captured, hardware: Cluster) -> str:
+    """Return what a reader should know of the precision that was not asked for; empty if it was."""
+    from autopar.report.layouts import flops_by_dtype
+    from cost_models.operator_cost import peak_flops
+
+    if policy is not None:
+        return ""
+    if loaded.precision is not None:
+        return _policy_of(loaded.precision)
+    device = hardware.devices[0]
+    times = peak_flops(device, "bfloat16") / peak_flops(device, "float32")
+    if flops_by_dtype(captured.graph).get("float32", 0.0) < 0.5 or times < MANY_TIMES:
+        return ""
+    return (
+        f"float32 throughout, as the model is; {device.name} multiplies bfloat16 {times:.0f} times as fast: "
+        "--precision bf16-mixed computes in it, on float32 masters"
+    )
+
+
+MANY_TIMES = 4.0
+"""So many times faster products in bfloat16 are worth a note."""
 
 
 def _policy_of(precision: Precision) -> str:
