@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar, cast
 
 import typer
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CLUSTER = OutputKind("a cluster file", re.compile(r".*^\[\[node\]\]", re.DOTALL | re.MULTILINE).match)
 MOST_DEVICES = 65_536
-T = TypeVar("T")
+T = TypeVar("T", int, float)
 
 
 def new(
@@ -33,7 +33,7 @@ def new(
     inside: Annotated[
         str | None,
         typer.Option("--inside", help="Link in a machine: nvlink4, pcie4, or its rate in a direction, such as 300GB/s. "
-                     "Default: that of the device."),
+                     "Default: that of the device; of a new one PCIe 4."),
     ] = None,
     network: Annotated[
         str | None, typer.Option("--network", help="Rate of one network adapter: 200Gb/s, HDR, '50Gb/s Ethernet'.")
@@ -92,7 +92,7 @@ def new(
     nodes = nodes or (_number("machines", 1) if asks else 1)
     if inside is None:
         inside = _ask("link inside a machine: a name such as nvlink4, a rate such as 300GB/s, nothing for the "
-                      "device's own", "") if asks and per_node > 1 else ""  # fmt: skip
+                      "usual one", "") if asks and per_node > 1 else ""  # fmt: skip
     between = ""
     if nodes > 1:
         if network is None and not asks:
@@ -166,7 +166,7 @@ def _device(gpu: str, numbers: tuple[str | None, float | None, str | None, str |
             f"'{gpu}' is no known device{f' ({near})' if near else ''}: give the numbers of its data sheet", err=True
         )
     memory = memory or _ask("memory", "80GB")
-    bandwidth = bandwidth or float(_ask("memory bandwidth in GB/s", "3350"))
+    bandwidth = bandwidth or _number("memory bandwidth in GB/s", 3350.0, 1e9)
     tflops = tflops or _ask("dense peak rates in TFLOP/s", "bfloat16=989,float32=67")
     like = like or _ask("family with the most similar cores", "hopper")
     return NewDevice(gpu, parse_bytes(memory) or 0.0, bandwidth * 1e9, _rates(tflops), like)
@@ -191,5 +191,18 @@ def _ask(what: str, default: str) -> str:
     return str(typer.prompt(what, default=default, err=True)).strip()
 
 
-def _number(what: str, default: int) -> int:
-    return int(typer.prompt(what, default=default, type=int, err=True))
+def _number(what: str, default: T, most: float = MOST_DEVICES) -> T:
+    """Return a number that is asked for, of the default's type.
+
+    Raises:
+        UsageError: it is below 1, or too large.
+    """
+    kind = type(default)
+    value = kind(typer.prompt(what, default=default, type=kind, err=True))  # type: ignore[call-arg]
+    return cast(T, within(1, most)(_Asked([what]), value))  # type: ignore[arg-type]
+
+
+class _Asked(NamedTuple):
+    """A question in place of an option, for messages."""
+
+    opts: list[str]

@@ -139,13 +139,17 @@ def shared_cluster(
         raise ClusterError("an abstract mesh has no links between devices; plan for a real cluster")
     if names[0] == names[1] and not apart:
         return cluster, (first, second)
-    if any(name.endswith(FILES) for name in names):
+    try:
+        if any(name.endswith(FILES) for name in names):
+            raise ClusterError("files say nothing of the network to other machines")
+        joined = get_cluster("+".join(names))
+    except ClusterError as error:
+        reason = str(error).splitlines()[-1].strip(" -")
         raise ClusterError(
             f"the plans are for '{documents[0].raw['cluster']}' and '{documents[1].raw['cluster']}' on machines of "
-            "their own, and the network between machines of files is not known; describe all machines in one file, and "
-            "plan for parts of it: all.toml@0-15 and all.toml@16-31"
-        )
-    joined = get_cluster("+".join(names))
+            f"their own, which cannot be joined: {reason}; describe all machines in one file, and plan for parts of "
+            "it: all.toml@0-15 and all.toml@16-31"
+        ) from None
     return joined, (first, tuple(cluster.n_devices + device for device in second))
 
 

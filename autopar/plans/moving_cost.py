@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from autopar.plans.moving import MovedPart, Sides, StoredParameter, moved_parts
 from autopar.plans.transfer import box_at
@@ -20,6 +21,7 @@ from cost_models.mesh_links import mesh_axes
 from cost_models.reshard_paths import Edge, reshard_path
 from hardware_profiles import Cluster, Link
 
+Key = TypeVar("Key")
 ROUNDS = 2
 INSIDE, BETWEEN = "inside machines", "between machines"
 
@@ -91,6 +93,7 @@ class _Routes:
     cluster: Cluster
     edges: dict[tuple[int, int], list[Edge]] = field(default_factory=dict)
     latency: dict[tuple[int, ...], float] = field(default_factory=dict)
+    of_pair: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def route(self, a: int, b: int) -> list[Edge]:
         """Return the links from one device to another."""
@@ -105,6 +108,11 @@ class _Routes:
 
     def message_seconds(self, a: int, b: int) -> float:
         """Return the latency of a message; routes over the same links have one."""
+        if (a, b) not in self.of_pair:
+            self.of_pair[a, b] = self._message_seconds(a, b)
+        return self.of_pair[a, b]
+
+    def _message_seconds(self, a: int, b: int) -> float:
         key = tuple(id(self.link(edge)) for edge in self.route(a, b)) + (self.is_between(a, b),)
         if key not in self.latency:
             self.latency[key] = mesh_axes(self.cluster, {"pair": 2}, [a, b])["pair"].terms["send_recv"][0]
@@ -156,8 +164,12 @@ class _Load:
 
 @dataclass(frozen=True)
 class _Pattern:
-    """The parts of a tensor of one shape between two layouts, counted in elements."""
+    """The parts of a tensor of one shape between two layouts, counted in elements.
 
+    ``alone`` remembers the seconds of one parameter, by bytes for each element.
+    """
+
+    number: int
     loads: tuple[_Load, ...]
     sent: Counter[int]
     received: Counter[int]
@@ -165,6 +177,18 @@ class _Pattern:
     by_link: Counter[str]
     old: Counter[int]
     new: Counter[int]
+    alone: dict[int, float] = field(default_factory=dict)
+
+    def seconds(self, routes: _Routes, item: int) -> float:
+        """Return the seconds of one parameter by itself, with ``item`` bytes for each element."""
+        if item not in self.alone:
+            self.alone[item] = sum(load.seconds(routes, item)[0] for load in self.loads)
+        return self.alone[item]
+
+
+def _add(counter: Counter[Key], more: Mapping[Key, int], scale: int) -> None:
+    for at, n in more.items():
+        counter[at] += n * scale
 
 
 def move(
@@ -182,28 +206,30 @@ def move(
     """
     routes = _Routes(cluster)
     patterns: dict[tuple[tuple[int, ...], Sides, Sides], _Pattern] = {}
-    total = [_Load() for _ in range(ROUNDS)]
-    sent, received, by_link = Counter[int](), Counter[int](), Counter[str]()
+    sizes = Counter[int]()  # of the messages of each pattern, for each element
     memory = _Memory(keeps_old)
     tensors, alone = [], 0.0
     for name, before in old.items():
         after = new[name]
         key = before.spec.shape, before.sides, after.sides
         if key not in patterns:
-            patterns[key] = _pattern(moved_parts(*key, cluster.node_of), key, routes)
+            patterns[key] = _pattern(moved_parts(*key, cluster.node_of), key, routes, len(patterns))
         pattern = patterns[key]
         item = min(before.spec.item_bytes, after.spec.item_bytes) + after.moment_bytes
+        new_item = after.spec.item_bytes + after.moment_bytes
+        sizes[pattern.number] += item
+        alone += pattern.seconds(routes, item)
+        memory.add(pattern, before.spec.item_bytes + before.moment_bytes, new_item, item)
+        tensors.append(MovedTensor(name, sum(pattern.sent.values()) * item, pattern.stays * new_item))
+    total = [_Load() for _ in range(ROUNDS)]
+    sent, received, by_link = Counter[int](), Counter[int](), Counter[str]()
+    for pattern in patterns.values():
+        size = sizes[pattern.number]
         for load, one in zip(total, pattern.loads, strict=True):
-            load.add(one, item)
-        alone += sum(one.seconds(routes, item)[0] for one in pattern.loads)
-        for counter, counted in ((sent, pattern.sent), (received, pattern.received), (by_link, pattern.by_link)):
-            for at, n in counted.items():  # type: ignore[attr-defined]
-                counter[at] += n * item  # type: ignore[index]
-        memory.add(
-            pattern, before.spec.item_bytes + before.moment_bytes, after.spec.item_bytes + after.moment_bytes, item
-        )
-        stays = pattern.stays * (after.spec.item_bytes + after.moment_bytes)
-        tensors.append(MovedTensor(name, sum(pattern.sent.values()) * item, stays))
+            load.add(one, size)
+        _add(sent, pattern.sent, size)
+        _add(received, pattern.received, size)
+        _add(by_link, pattern.by_link, size)
     rounds = [load.seconds(routes) for load in total]
     apart = not memory.old.keys() & memory.new.keys()
     crossing = sum(n for device, n in sent.items() if device in memory.old) if apart else None
@@ -216,18 +242,19 @@ def move(
 
 
 def _pattern(
-    parts: Sequence[MovedPart], key: tuple[tuple[int, ...], Sides, Sides], routes: _Routes
-) -> _Pattern:  # fmt: skip
+    parts: Sequence[MovedPart], key: tuple[tuple[int, ...], Sides, Sides], routes: _Routes, number: int
+) -> _Pattern:
     loads = tuple(_Load() for _ in range(ROUNDS))
     sent, received, by_link = Counter[int](), Counter[int](), Counter[str]()
     stays = 0
+    pairs = Counter[tuple[int, int, int]]()
     for part in parts:
-        n = part.n_elements
-        a, b = part.source, part.target
-        if a == b:
-            stays += n
-            continue
-        load = loads[part.round]
+        if part.source == part.target:
+            stays += part.n_elements
+        else:
+            pairs[part.round, part.source, part.target] += part.n_elements
+    for (number_of_round, a, b), n in pairs.items():
+        load = loads[number_of_round]
         for edge in routes.route(a, b):
             load.edges[edge] += n
         load.messages[a, b] = routes.message_seconds(a, b)
@@ -235,7 +262,7 @@ def _pattern(
         received[b] += n
         by_link[BETWEEN if routes.is_between(a, b) else INSIDE] += n
     shape, old, new = key
-    return _Pattern(loads, sent, received, stays, by_link, _held(shape, old), _held(shape, new))
+    return _Pattern(number, loads, sent, received, stays, by_link, _held(shape, old), _held(shape, new))
 
 
 def _held(shape: Sequence[int], sides: Sides) -> Counter[int]:

@@ -451,7 +451,8 @@ def test_help_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["plan", "show", "explain", "diff", "inspect", "verify", "run", "devices", "clusters"]
+    "command",
+    ["plan", "show", "explain", "diff", "inspect", "verify", "run", "devices", "clusters", "launch", "reshard"],
 )
 def test_help_has_examples(command: str) -> None:
     text = autopar(command, "--help")

@@ -184,6 +184,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan_all(folder, {
         "one": ("--cluster", "dgx-h100", "--mesh", "data=2,tensor=4"),
         "two": ("--cluster", "dgx-h100", "--mesh", "data=4", "--stages", "2", "--microbatches", "2"),
+        "here": ("--cluster", "local-x2", "--mesh", "data=2"),
         "far": ("--cluster", "dgx-a100", "--mesh", "data=8", "--optimizer", "sgd"),
     })  # fmt: skip
     words = ("-c", "dgx-h100", "-m", "data=8", "-o", folder / "other.json")
@@ -209,6 +210,7 @@ def test_the_command(folder: Path) -> None:
         (("one.json", "other.json"), "the plans are for different models"),
         (("one.json", "far.json", "--optimizer-state"), "optimizer is adamw, the second's sgd"),
         (("one.json", "two.json", "--optimizer-state", "--used"), "leave out one of"),
+        (("one.json", "here.json"), "cannot be joined: 'dgx-h100+local-x2': only clusters of machines on one"),
     ],
 )
 def test_what_cannot_be_moved_is_refused(folder: Path, words: tuple[str, ...], message: str) -> None:

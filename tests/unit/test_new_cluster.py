@@ -124,6 +124,17 @@ def test_a_terminal_is_asked(tmp_path: Path) -> None:
     assert asked[0].startswith("device") and "memory" in asked[1]
 
 
+def test_an_answer_that_is_no_number_of_machines_is_refused() -> None:
+    from autopar.cli import new_cluster
+
+    answers = iter(["L4", "0"])
+    prompts = mock.Mock(wraps=new_cluster.typer, prompt=lambda *_, **__: next(answers))
+    with mock.patch.object(new_cluster, "typer", prompts):
+        with mock.patch.object(new_cluster, "asks_here", lambda: True):
+            code, _, err = command("clusters", "new")
+    assert code == 2 and "devices of a machine is 0; give a number from 1 to 65,536" in err
+
+
 def test_documents_are_toml() -> None:
     new = NewDevice("my-1", 80e9, 2e12, {"float32": 3e13}, "ada")
     document = described_cluster("mine", new, 4, 2, "300GB/s", "4x100gbps")
