@@ -112,7 +112,8 @@ def test_what_it_cannot_run(layouts, words, what):
 def test_what_its_experts_cannot():
     config = {
         "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "vocab_size": 128, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_local_experts": 8, "hidden_act": "silu",
+        "vocab_size": 128, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_local_experts": 8,
+        "hidden_act": "silu",
         "norm_topk_prob": True, "model_type": "qwen3_moe",
     }  # fmt: skip
     model = ModelFacts("qwen3_moe", config, 4, ("model.layers",), 1, experts=8)

@@ -110,7 +110,7 @@ def rank_of(folder: Path, rank: int) -> tuple[bool, str]:
 
 def main() -> int:
     """Check all folders."""
-    if sys.argv[1] == "--rank":
+    if sys.argv[1:2] == ["--rank"]:
         print(json.dumps(checked(Path(sys.argv[3]).resolve(), int(sys.argv[2]))))
         return 0
     failed = differing_fields()
