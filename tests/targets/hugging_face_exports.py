@@ -1,5 +1,6 @@
 """Exports of tiny models of transformers, for the tests of the trainers that read such configs."""
 
+import importlib.util
 import json
 import tempfile
 from functools import cache
@@ -30,10 +31,13 @@ ROWS, PLACES = 16, 32
 
 @cache
 def captured_of(model, precision):
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.json"
-        file.write_text(json.dumps(MODELS[model]))
-        loaded = load_model(f"hf:{file}", ROWS, PLACES)
+    if ":" in model:  # the spec of a file
+        loaded = load_model(model)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "config.json"
+            file.write_text(json.dumps(MODELS[model]))
+            loaded = load_model(f"hf:{file}", ROWS, PLACES)
     policy = parse_precision(precision)
     captured = capture(loaded.model, loaded.args, loaded.kwargs, precision=policy)
     layouts = PricedLayouts(loaded.model, captured, (loaded.args, loaded.kwargs))
@@ -46,6 +50,50 @@ def export_of(target, words, devices=4, model="llama", precision="bf16-mixed", o
     name = f"local-x{devices} as {target_named(target).software}"
     priced = layouts.price(name, words)
     return Export(priced, loaded, captured, facts, get_cluster(name), name, ROWS, PLACES, policy, optimizer)
+
+
+OWN = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.inner(x).relu()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(x, y)
+
+
+def make():
+    return Model(), (torch.arange(128.0).reshape(16, 8), torch.zeros(16, 8))
+"""
+
+
+def own_file(folder):
+    """Write a file with a factory; return its spec."""
+    (folder / "own.py").write_text(OWN)
+    return f"{folder / 'own.py'}:make"
+
+
+def script(folder):
+    """Import the train.py of a folder."""
+    spec = importlib.util.spec_from_file_location("exported_train", folder / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def written(folder, export, target):

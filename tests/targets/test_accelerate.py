@@ -4,7 +4,17 @@ import json
 from dataclasses import replace
 
 import pytest
-from targets.hugging_face_exports import assert_same, captured_of, export_of, read, read_text, written
+from targets.hugging_face_exports import (
+    ROWS,
+    assert_same,
+    captured_of,
+    export_of,
+    own_file,
+    read,
+    read_text,
+    script,
+    written,
+)
 
 from autopar.errors import AutoparError
 from autopar.planner.layouts.layout_words import parse_layout
@@ -67,6 +77,22 @@ def test_models_of_ones_own_are_cut_by_rows_alone():
     assert not TARGET.refuses(parse_layout("dp=4,fsdp"), facts)
     assert "plan" in TARGET.refuses(parse_layout("tp=2"), facts)
     assert "causal" in TARGET.refuses(parse_layout("dp=2,cp=2,fsdp"), facts)
+
+
+def test_a_file_of_ones_own_goes_along_and_its_rows_are_divided(tmp_path):
+    export = export_of("accelerate", "dp=4,fsdp,mbs=2,recompute=full", model=own_file(tmp_path), precision="32-true")
+    files = written(tmp_path / "run", export, "accelerate")
+    assert "training_arguments.json" not in files.files and "Block" in files.files["accelerate.yaml"]
+    config = read(tmp_path / "run" / "accelerate.yaml", "accelerate")
+    assert config.words == {"dp": "4", "fsdp": "", "recompute": "full", "mbs": "2"} and config.batch == ROWS
+    train = script(tmp_path / "run")
+    model, rows = train.make_model(), []
+    for microbatch in range(2):
+        for rank in range(4):
+            args, kwargs = train.batch_of(0, microbatch, 2, rank, 4)
+            assert train.loss_of(model(*args, **kwargs)).ndim == 0
+            rows += args[0][:, 0].tolist()
+    assert rows == [8.0 * row for row in range(ROWS)]  # every row once
 
 
 def test_formats_that_accelerate_cannot_say_are_refused():

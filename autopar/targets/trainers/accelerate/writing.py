@@ -51,8 +51,8 @@ def write(export: Export) -> Written:
     if export.model.batch_norms:
         notes.append("batch norms take statistics of the rows of one rank in one microbatch")
     if layout.sizes["tp"] > 1:
-        notes.append("transformers cuts the model while it loads it, so that it has to come from a checkpoint; what its "
-                     "plan does not name (often the embedding) is whole, priced as cut")  # fmt: skip
+        notes.append("transformers cuts the model while it loads it, so that it has to come from a checkpoint; what "
+                     "its plan does not name (often the embedding) is whole, priced as cut")  # fmt: skip
     fill_in = ["batch_of in train.py: your data"]
     if layout.sizes["tp"] > 1:
         fill_in.append("checkpoint/: a checkpoint of the model, as save_pretrained writes it")

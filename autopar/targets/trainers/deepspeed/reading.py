@@ -238,8 +238,8 @@ def _recompute(top: Section, facts: RunFacts, words: dict[str, str], notes: list
     if facts.recompute == "full":
         words["recompute"] = "full"
     if facts.recompute is None:
-        notes.append("a config of DeepSpeed does not say whether blocks are recomputed: priced without; add "
-                     f"recompute=full, or {ARGUMENTS} with gradient_checkpointing beside it")  # fmt: skip
+        notes.append("a config of DeepSpeed does not say whether blocks are recomputed: priced without; put "
+                     f"{ARGUMENTS} with gradient_checkpointing beside it where they are")  # fmt: skip
     for name in ("cpu_checkpointing", "partition_activations"):
         if section.flag(name):
             notes.append(f"{section.named(name)}: priced as kept whole on the device: memory is an upper bound")
