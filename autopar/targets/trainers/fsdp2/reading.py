@@ -10,7 +10,7 @@ from autopar.errors import closest
 from autopar.targets.target import Config, Source
 from autopar.targets.trainers.fsdp2.sayable import SCHEDULES
 
-TABLES = {
+TABLES: dict[str, set[str] | None] = {
     "MESH": {"pipeline", "replicate", "shard", "tensor"},
     "BATCH": {"rows", "sequence", "microbatches", "inputs"},
     "FULLY_SHARD": {"modules", "zero"},
@@ -65,13 +65,15 @@ def tables_of(source: Source) -> dict[str, Any]:
     except SyntaxError as error:
         raise source.error(f"line {error.lineno}", f"is no Python: {error.msg}; correct it") from None
     for node in tree.body:
-        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
-        if not isinstance(target, ast.Name) or not target.id.isupper() or getattr(node, "value", None) is None:
+        if not isinstance(node, (ast.AnnAssign, ast.Assign)) or node.value is None:
+            continue
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        if not isinstance(target, ast.Name) or not target.id.isupper():
             continue
         if target.id not in TABLES:
             raise source.error(target.id, f"is no table of an exported folder; {closest(target.id, TABLES)}")
         try:
-            found[target.id] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+            found[target.id] = ast.literal_eval(node.value)
         except ValueError:
             raise source.error(target.id, "is computed; write its value, since nothing of the file is run") from None
     for name in ("MESH", "BATCH", "FULLY_SHARD"):
@@ -82,8 +84,8 @@ def tables_of(source: Source) -> dict[str, Any]:
         if not isinstance(value, list if keys is None else dict):
             raise source.error(name, f"is {value!r}; give a {'list' if keys is None else 'dict'}")
         for key in value if keys is not None else ():
-            if key not in keys:
-                raise source.error(f"{name}['{key}']", f"is no key of it; {closest(str(key), keys)}")
+            if keys is not None and key not in keys:
+                raise source.error(f"{name}['{key}']", f"is no key of it; {closest(str(key), sorted(keys))}")
     return found
 
 
@@ -96,7 +98,8 @@ def sharding(source: Source, mesh: dict[str, int], zero: Any) -> dict[str, str]:
             raise source.error("MESH['shard']", f"is {mesh['shard']} with zero 0, which shards nothing; give 1")
         return {}
     if mesh["replicate"] > 1 and zero == 1:
-        raise source.error("MESH['replicate']", f"is {mesh['replicate']} with zero 1; no layout has that, give 1 or zero 3")
+        what = f"is {mesh['replicate']} with zero 1; no layout has that, give 1 or zero 3"
+        raise source.error("MESH['replicate']", what)
     if mesh["replicate"] > 1:
         return {"fsdp": str(mesh["shard"])} if mesh["shard"] > 1 else {}
     return {"zero": str(zero)}

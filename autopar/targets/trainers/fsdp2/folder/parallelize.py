@@ -208,8 +208,8 @@ def shard_parameters(modules: list[nn.Module], mesh: DeviceMesh, mixed: bool) ->
     zero = FULLY_SHARD["zero"]
     policy = MixedPrecisionPolicy()
     if mixed and PRECISION:
-        compute, reduce = (getattr(torch, PRECISION[name]) if name in PRECISION else None for name in ("compute", "reduce"))
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+        formats = {name: getattr(torch, dtype) for name, dtype in PRECISION.items()}
+        policy = MixedPrecisionPolicy(param_dtype=formats.get("compute"), reduce_dtype=formats.get("reduce"))
     over = mesh["shard"] if MESH["replicate"] == 1 else mesh["replicate", "shard"]
     for module in modules:
         fully_shard(module, mesh=over, reshard_after_forward=zero == 3, mp_policy=policy)

@@ -119,8 +119,9 @@ def main() -> None:
     """Train, and print the loss of every step."""
     args = arguments()
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", "0")) if args.device == "cuda" else None)
+    device = torch.device(args.device)
     if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group({"cuda": "nccl"}.get(args.device, "gloo"))
