@@ -175,3 +175,31 @@ def test_every_layout_trains_as_one_device(tmp_path: Path, n: int, words: str, d
     folder = written(export_of("make", words, n), tmp_path)
     alone, ours = losses(folder, 1, dtype), losses(folder, n, dtype)
     assert max(abs(a - b) for a, b in zip(alone, ours, strict=True)) < {"float64": 1e-10, "float32": 1e-6}[dtype]
+
+
+FAMILIES = {
+    "vit": {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 64,
+            "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 32,
+            "patch_size": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "resnet": {"model_type": "resnet", "architectures": ["ResNetForImageClassification"], "embedding_size": 16,
+               "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 1, 1], "layer_type": "basic", "image_size": 64,
+               "num_labels": 8},
+    **json.loads((HERE / "own_code" / "models.json").read_text()),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "n", "words"), [
+    ("llama_tiny", 2, "dp=2,fsdp,m=4"), ("llama_tiny", 2, "tp=2,sp,m=2"), ("llama_tiny", 2, "pp=2,vp=2,m=4"),
+    ("gpt2_tiny", 2, "dp=2,zero=1,m=4,recompute=full"), ("gpt2_tiny", 2, "pp=2,m=4"), ("vit", 4, "dp=4,fsdp=2,m=2"),
+    ("vit", 2, "tp=2"), ("vit", 2, "pp=2,m=4"), ("resnet", 2, "dp=2,m=2"), ("resnet", 2, "pp=2,m=2"),
+    ("t5_tiny", 2, "pp=2,m=4"), ("t5_tiny", 2, "dp=2,fsdp,m=2"), ("mixtral_tiny", 2, "dp=2,fsdp,m=2"),
+    ("mixtral_tiny", 2, "pp=2,m=2"),
+])  # fmt: skip
+def test_every_family_trains_as_one_device(tmp_path: Path, family: str, n: int, words: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(FAMILIES[family]))
+    seq = None if family in ("vit", "resnet") else 32
+    folder = written(export_of(f"hf:{file}", words, n, ROWS, seq), tmp_path / "out")
+    alone, ours = losses(folder, 1), losses(folder, n)
+    assert max(abs(a - b) for a, b in zip(alone, ours, strict=True)) < 1e-10
