@@ -47,7 +47,7 @@ def read(source: Source) -> Config:
         if tables["TENSOR"].get("sequence"):
             words["sp"] = ""
     words |= pipeline_words(source, mesh["pipeline"], tables["PIPELINE"])
-    recompute = recomputed(source, tables["CHECKPOINT"], tables["FULLY_SHARD"].get("modules", []))
+    recompute = recomputed(source, tables)
     if recompute:
         words["recompute"] = recompute
     devices = mesh["pipeline"] * mesh["replicate"] * mesh["shard"] * mesh["tensor"]
@@ -120,22 +120,27 @@ def pipeline_words(source: Source, groups: int, table: dict[str, Any]) -> dict[s
     return words | ({"vp": str(chunks)} if chunks > 1 else {})
 
 
-def recomputed(source: Source, patterns: list[str], blocks: list[str]) -> str:
+def recomputed(source: Source, tables: dict[str, Any]) -> str:
     """Return the word of what is recomputed; empty for nothing."""
+    patterns, blocks = tables["CHECKPOINT"], tables["FULLY_SHARD"].get("modules", [])
     if not patterns:
         return ""
     if patterns == blocks:
         return "full"
-    lists = [block.removesuffix(".*") for block in blocks]
+    lists = [block.removesuffix("*").removesuffix(".") for block in blocks]
     insides = [next((p.removeprefix(f"{of}.*.") for of in lists if p.startswith(f"{of}.*.")), "") for p in patterns]
     if all(insides):
         return "selective:" + "+".join(dict.fromkeys(insides))
     numbers = [int(found[1]) for p in patterns if (found := re.fullmatch(r".*?(\d+)", p))]
-    step = numbers[0] + 1
-    if len(numbers) == len(patterns) and numbers == list(range(step - 1, step * len(numbers), step)):
+    step = numbers[0] + 1 if numbers else 1
+    if step > 1 and len(numbers) == len(patterns) and numbers == list(range(step - 1, step * len(numbers), step)):
         return f"every:{step}"
-    raise source.error("CHECKPOINT", f"{patterns[0]} and others are no pattern that a layout has; give all blocks, "
-                       "every second one, or one module of all")  # fmt: skip
+    starts = [patterns[0], *tables["PIPELINE"].get("starts", [])]
+    each, rest = divmod(len(patterns), len(starts))
+    if step == 1 and each and not rest and patterns[::each] == starts:
+        return f"full:{each}"
+    what = f"{', '.join(patterns[:3])} are no blocks that a layout has; give all, every second one, the first ones of "
+    raise source.error("CHECKPOINT", what + "all stages, or one module of all blocks")
 
 
 def precision_text(table: dict[str, str]) -> str | None:

@@ -38,6 +38,7 @@ class Trainer:
     Attributes:
         model: what this rank has of it; its parameters are what an optimizer steps on.
         rank: the number of this process.
+        part: which of the parts into which data ranks cut the rows of a microbatch is this process's.
         mesh: the mesh of all processes, pipeline outermost and tensor innermost; None on one device.
     """
 
@@ -58,6 +59,7 @@ class Trainer:
         self.mesh: DeviceMesh | None = None
         self.schedule: Any = None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.part = 0
         world, wanted = int(os.environ.get("WORLD_SIZE", "1")), functools.reduce(int.__mul__, MESH.values())
         if world == 1:
             self.model = model.to(device)
@@ -66,6 +68,7 @@ class Trainer:
         if world != wanted:
             raise SystemExit(f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}")
         self.mesh = init_device_mesh(device.type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+        self.part = self.mesh.get_local_rank("replicate") * MESH["shard"] + self.mesh.get_local_rank("shard")
         stages = [model]
         if PIPELINE:
             stages = self._stages(model, example, mixed)
@@ -120,10 +123,7 @@ class Trainer:
         gradients, is that of the whole batch.
         """
         count = BATCH["microbatches"]
-        part = 0
-        if self.mesh is not None:
-            part = self.mesh.get_local_rank("replicate") * MESH["shard"] + self.mesh.get_local_rank("shard")
-        parts = [moved(microbatch(batch, k, part), self.device) for k in range(count)]
+        parts = [moved(microbatch(batch, k, self.part), self.device) for k in range(count)]
         total = torch.zeros((), device=self.device)
         if self.schedule is not None:
             with loss_scope():
