@@ -64,6 +64,12 @@ class Trainer:
         if world == 1:
             self.model = model.to(device)
             checkpoint_modules(self.model)
+            if mixed and PRECISION.get("compute") != PRECISION.get("parameters"):
+                dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # for FSDP2's formats
+                blocks = [module for _, module in matching(model, FULLY_SHARD["modules"])]
+                shard_parameters(
+                    [*blocks, model], init_device_mesh(device.type, (1,), mesh_dim_names=("shard",)), mixed
+                )
             return
         if world != wanted:
             raise SystemExit(f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}")
@@ -210,7 +216,8 @@ def shard_parameters(modules: list[nn.Module], mesh: DeviceMesh, mixed: bool) ->
     if mixed and PRECISION:
         formats = {name: getattr(torch, dtype) for name, dtype in PRECISION.items()}
         policy = MixedPrecisionPolicy(param_dtype=formats.get("compute"), reduce_dtype=formats.get("reduce"))
-    over = mesh["shard"] if MESH["replicate"] == 1 else mesh["replicate", "shard"]
+    names = mesh.mesh_dim_names or ()
+    over = mesh["replicate", "shard"] if "replicate" in names and MESH["replicate"] > 1 else mesh["shard"]
     for module in modules:
         fully_shard(module, mesh=over, reshard_after_forward=zero == 3, mp_policy=policy)
 

@@ -146,7 +146,7 @@ def main() -> None:
             print(f"step {step}: loss {losses[-1]:.6f}", flush=True)
     if args.losses and trainer.rank == 0:
         Path(args.losses).write_text(json.dumps(losses), encoding="utf-8")
-    if world > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
