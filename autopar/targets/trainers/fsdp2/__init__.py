@@ -2,7 +2,9 @@
 
 ================== =====================================================================================================
 :mod:`.sayable`    the words of a layout that plain torch can say, and which it refuses for a model
-:mod:`.decisions`  from a plan to tables: what is sharded, checkpointed, cut, and where stages begin
+:mod:`.decisions`  from a plan to tables: what is sharded, checkpointed, cut, and where stages begin; with
+                   :mod:`.staging` and :mod:`.recording` for stages, :mod:`.tensor_styles` and :mod:`.tensor_trial` for
+                   tensor parallelism
 :mod:`.writing`    the files of the folder: ``train.py``, ``parallelize.py``, and where needed two more
 :mod:`.reading`    from the tables of such a folder to the words of a layout
 ================== =====================================================================================================
@@ -18,6 +20,6 @@ from autopar.targets.trainers.fsdp2.sayable import WORDS, refuses
 from autopar.targets.trainers.fsdp2.writing import write
 
 TARGET = Target(
-    name="fsdp2", title="PyTorch 2.11 to 2.13: FSDP2", software="torchtitan", words=WORDS, write=write,
+    name="fsdp2", title="PyTorch 2.11 to 2.13: FSDP2", software="fsdp2", words=WORDS, write=write,
     refuses=refuses, reads=reads, read=read,
 )  # fmt: skip

@@ -36,7 +36,7 @@ def parallel_tables(export: Export) -> dict[str, Any]:
             "rows": export.rows, "sequence": export.sequence, "microbatches": export.microbatches,
             "inputs": inputs_with_rows(export),
         },
-        "FULLY_SHARD": {"modules": compressed(list(blocks_of(export.priced.captured.graph))), "zero": min(layout.zero, 3)},
+        "FULLY_SHARD": {"modules": compressed(list(blocks_of(export.priced.captured.graph))), "zero": layout.zero},
         "CHECKPOINT": checkpointed(export),
         "PRECISION": precision_of(export),
         "TENSOR": tensor_table(export),

@@ -10,7 +10,7 @@ from autopar.errors import closest
 from autopar.targets.target import Config, Source
 from autopar.targets.trainers.fsdp2.sayable import SCHEDULES
 
-TABLES = {
+TABLES: dict[str, set[str] | None] = {
     "MESH": {"pipeline", "replicate", "shard", "tensor"},
     "BATCH": {"rows", "sequence", "microbatches", "inputs"},
     "FULLY_SHARD": {"modules", "zero"},
@@ -47,7 +47,7 @@ def read(source: Source) -> Config:
         if tables["TENSOR"].get("sequence"):
             words["sp"] = ""
     words |= pipeline_words(source, mesh["pipeline"], tables["PIPELINE"])
-    recompute = recomputed(source, tables["CHECKPOINT"], tables["FULLY_SHARD"].get("modules", []))
+    recompute = recomputed(source, tables)
     if recompute:
         words["recompute"] = recompute
     devices = mesh["pipeline"] * mesh["replicate"] * mesh["shard"] * mesh["tensor"]
@@ -65,13 +65,15 @@ def tables_of(source: Source) -> dict[str, Any]:
     except SyntaxError as error:
         raise source.error(f"line {error.lineno}", f"is no Python: {error.msg}; correct it") from None
     for node in tree.body:
-        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
-        if not isinstance(target, ast.Name) or not target.id.isupper() or getattr(node, "value", None) is None:
+        if not isinstance(node, (ast.AnnAssign, ast.Assign)) or node.value is None:
+            continue
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        if not isinstance(target, ast.Name) or not target.id.isupper():
             continue
         if target.id not in TABLES:
             raise source.error(target.id, f"is no table of an exported folder; {closest(target.id, TABLES)}")
         try:
-            found[target.id] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+            found[target.id] = ast.literal_eval(node.value)
         except ValueError:
             raise source.error(target.id, "is computed; write its value, since nothing of the file is run") from None
     for name in ("MESH", "BATCH", "FULLY_SHARD"):
@@ -82,8 +84,8 @@ def tables_of(source: Source) -> dict[str, Any]:
         if not isinstance(value, list if keys is None else dict):
             raise source.error(name, f"is {value!r}; give a {'list' if keys is None else 'dict'}")
         for key in value if keys is not None else ():
-            if key not in keys:
-                raise source.error(f"{name}['{key}']", f"is no key of it; {closest(str(key), keys)}")
+            if keys is not None and key not in keys:
+                raise source.error(f"{name}['{key}']", f"is no key of it; {closest(str(key), sorted(keys))}")
     return found
 
 
@@ -96,7 +98,8 @@ def sharding(source: Source, mesh: dict[str, int], zero: Any) -> dict[str, str]:
             raise source.error("MESH['shard']", f"is {mesh['shard']} with zero 0, which shards nothing; give 1")
         return {}
     if mesh["replicate"] > 1 and zero == 1:
-        raise source.error("MESH['replicate']", f"is {mesh['replicate']} with zero 1; no layout has that, give 1 or zero 3")
+        what = f"is {mesh['replicate']} with zero 1; no layout has that, give 1 or zero 3"
+        raise source.error("MESH['replicate']", what)
     if mesh["replicate"] > 1:
         return {"fsdp": str(mesh["shard"])} if mesh["shard"] > 1 else {}
     return {"zero": str(zero)}
@@ -117,22 +120,27 @@ def pipeline_words(source: Source, groups: int, table: dict[str, Any]) -> dict[s
     return words | ({"vp": str(chunks)} if chunks > 1 else {})
 
 
-def recomputed(source: Source, patterns: list[str], blocks: list[str]) -> str:
+def recomputed(source: Source, tables: dict[str, Any]) -> str:
     """Return the word of what is recomputed; empty for nothing."""
+    patterns, blocks = tables["CHECKPOINT"], tables["FULLY_SHARD"].get("modules", [])
     if not patterns:
         return ""
     if patterns == blocks:
         return "full"
-    lists = [block.removesuffix(".*") for block in blocks]
+    lists = [block.removesuffix("*").removesuffix(".") for block in blocks]
     insides = [next((p.removeprefix(f"{of}.*.") for of in lists if p.startswith(f"{of}.*.")), "") for p in patterns]
     if all(insides):
         return "selective:" + "+".join(dict.fromkeys(insides))
     numbers = [int(found[1]) for p in patterns if (found := re.fullmatch(r".*?(\d+)", p))]
-    step = numbers[0] + 1
-    if len(numbers) == len(patterns) and numbers == list(range(step - 1, step * len(numbers), step)):
+    step = numbers[0] + 1 if numbers else 1
+    if step > 1 and len(numbers) == len(patterns) and numbers == list(range(step - 1, step * len(numbers), step)):
         return f"every:{step}"
-    raise source.error("CHECKPOINT", f"{patterns[0]} and others are no pattern that a layout has; give all blocks, "
-                       "every second one, or one module of all")  # fmt: skip
+    starts = [patterns[0], *tables["PIPELINE"].get("starts", [])]
+    each, rest = divmod(len(patterns), len(starts))
+    if step == 1 and each and not rest and patterns[::each] == starts:
+        return f"full:{each}"
+    what = f"{', '.join(patterns[:3])} are no blocks that a layout has; give all, every second one, the first ones of "
+    raise source.error("CHECKPOINT", what + "all stages, or one module of all blocks")
 
 
 def precision_text(table: dict[str, str]) -> str | None:

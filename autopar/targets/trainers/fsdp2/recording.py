@@ -112,7 +112,7 @@ def on_shapes(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a copy of the model that has shapes and no numbers, on the processor; routed experts run as one product."""
+    """Return a copy of the model on the processor that has shapes and no numbers; routed experts are one product."""
     memo: dict[int, Any] = {}
     with mode:
         for p in model.parameters():
@@ -120,7 +120,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         for b in model.buffers():
             memo[id(b)] = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype)
         copied = copy.deepcopy(model, memo)
-    config = getattr(copied, "config", None)
+    config: Any = getattr(copied, "config", None)
     if getattr(config, "_experts_implementation", None) is not None:
         config._experts_implementation = "batched_mm"  # transformers' one whose shapes depend on no numbers
     return copied
@@ -129,4 +129,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 def fake_inputs(example: dict[str, Any], mode: FakeTensorMode) -> dict[str, Any]:
     """Return inputs by name without numbers, on the processor."""
     with mode:
-        return {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, torch.Tensor) else v for k, v in example.items()}
+        return {
+            name: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in example.items()
+        }  # fmt: skip

@@ -16,12 +16,13 @@ from torch import nn
 
 from autopar.errors import PlanError
 from autopar.planner.layouts.operator_cuts import TENSOR
+from autopar.planner.layouts.stage_starts import blocks_of
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.targets.target import Export
 from autopar.targets.trainers.fsdp2.patterns import compressed_table
 from autopar.targets.trainers.fsdp2.tensor_trial import Calls, calls_of, problem_of
-from autopar.words.graph import Graph, Node, Ref
+from autopar.words.graph import Graph, Ref
 from autopar.words.placements import Placement
 
 Styles = dict[str, dict[str, Any]]
@@ -152,8 +153,6 @@ class _Found:
 
     @property
     def _first_blocks(self) -> list[str]:
-        from autopar.planner.layouts.stage_starts import blocks_of
-
         return list(blocks_of(self.graph))[:1]
 
     def styles(self, calls: Calls) -> Styles:
@@ -177,7 +176,7 @@ class _Found:
                 for path in paths:
                     found[path]["input"] = "whole"
         found |= self._in_shards(found)
-        self._check_explained(found)
+        self._check_explained()
         return found
 
     def _after(self, reader: int) -> str:
@@ -218,7 +217,7 @@ class _Found:
                 styles[node.module] = {"style": "sequence", "dim": out.dim}
         return styles
 
-    def _check_explained(self, found: Styles) -> None:
+    def _check_explained(self) -> None:
         """Refuse collectives of the plan that no style makes: shards that another operator takes whole."""
         made, wanted = self._states
         readers = {reader for _, reader in self.cut.values()}
@@ -228,11 +227,8 @@ class _Found:
                 before = made.get(ref)
                 if before is None or not before.is_shard or state.is_shard or i in readers:
                     continue
-                raise self.refusal(f"{node.where} takes whole what {self._name(ref)} has in shards, and no style gathers it")
-
-    def _name(self, ref: Ref) -> str:
-        node: Node = self.graph.nodes[ref.node]
-        return node.where
+                maker = self.graph.nodes[ref.node].where
+                raise self.refusal(f"{node.where} takes whole what {maker} has in shards, and no style gathers it")
 
     def from_first_block(self, styles: Styles, calls: Calls) -> Styles:
         """Return styles with which the residual is whole until the first block, and cut from there on.

@@ -43,12 +43,13 @@ class Calls:
         if any(self.given[path][0][0] is not wanted for path in inside):
             return None
         args, kwargs = self.given[around]
-        return next((key for key, value in [*enumerate(args), *kwargs.items()] if value is wanted), None)
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        return next((key for key, value in named if value is wanted), None)
 
     def residual(self, block: str) -> int | str | None:
         """Return which argument of a block depends on parameters: the first one."""
         args, kwargs = self.given.get(block, ((), {}))
-        named = [*enumerate(args), *kwargs.items()]
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         return next((k for k, v in named if isinstance(v, torch.Tensor) and v.requires_grad), None)
 
 
@@ -118,17 +119,22 @@ def problem_of(export: Export, styles: dict[str, dict[str, Any]]) -> str:
             why = (str(error).strip().splitlines() or [""])[0]
             return f"on shards, '{traced.module}' raises {type(error).__name__}: {why}"
         traces.append(traced.ran)
-    return difference(*traces, ways)
+    return difference(traces[0], traces[1], ways)
 
 
-def localize(module: nn.Module, style: dict[str, Any], ways: int, traced: Traced) -> None:
+def localize(module: Any, style: dict[str, Any], ways: int, traced: Traced) -> None:
     """Give a module the shapes that it has, takes and gives on one of several ranks."""
     kind = style["style"]
     if kind == "inputs":
+
+        def changed(key: int | str, value: Any) -> Any:
+            before, after = style["change"].get(key, ("whole", "whole"))
+            return resized(value, before, after, ways)
+
         def change(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             traced.paused = True
-            args = [resized(a, *style["change"].get(k, ("whole", "whole")), ways) for k, a in enumerate(args)]
-            kwargs = {k: resized(a, *style["change"].get(k, ("whole", "whole")), ways) for k, a in kwargs.items()}
+            args = [changed(k, a) for k, a in enumerate(args)]
+            kwargs = {k: changed(k, a) for k, a in kwargs.items()}
             traced.paused = False
             return tuple(args), kwargs
 
@@ -153,7 +159,8 @@ def localize(module: nn.Module, style: dict[str, Any], ways: int, traced: Traced
 def quietly(traced: Traced, args: tuple[Any, ...], layout: str, ways: int, cut: bool = False) -> tuple[Any, ...]:
     """Return arguments of which the first is gathered from a layout, or cut into it, without noting it."""
     traced.paused = True
-    first = resized(args[0], *(("whole", layout) if cut else (layout, "whole")), ways)
+    before, after = ("whole", layout) if cut else (layout, "whole")
+    first = resized(args[0], before, after, ways)
     traced.paused = False
     return (first, *args[1:])
 
@@ -181,15 +188,16 @@ def difference(
         return "on shards, the model's code calls other functions than on whole tensors"
     for (name, ins, outs, module), (_, local_ins, local_outs, _) in zip(whole, local, strict=True):
         for a, b in zip(outs, local_outs, strict=True):
-            if len(a) != len(b) or sum(x != y for x, y in zip(a, b)) > 1 or any(x not in (y, y * ways) for x, y in zip(a, b)):
+            different = [d for d, (x, y) in enumerate(zip(a, b)) if x != y]
+            if len(a) != len(b) or len(different) > 1 or any(a[d] != b[d] * ways for d in different):
                 return f"in '{module}', {name} gives {list(a)} of whole tensors and {list(b)} of shards"
         if name in RESHAPES and ins and outs and len(ins) == len(local_ins):
             before, after = cut_dim(ins[0], local_ins[0]), cut_dim(outs[0], local_outs[0])
             outer = [prod(s[:d]) if d is not None else None for s, d in ((ins[0], before), (outs[0], after))]
             if outer[0] != outer[1]:
                 return (
-                    f"in '{module}', {name} to {list(outs[0])} gives {list(local_outs[0])} of shards of dim {before}: its "
-                    "numbers are those of the whole tensor"
+                    f"in '{module}', {name} to {list(outs[0])} gives {list(local_outs[0])} of shards of dim {before}: "
+                    "its numbers are those of the whole tensor"
                 )
     return ""
 

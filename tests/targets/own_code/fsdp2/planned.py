@@ -71,9 +71,12 @@ def of_parameters(stage: StagePlan, graph: Graph, m: int) -> Iterator[tuple[str,
         states: list[tuple[State, State]] = [(s.src, s.dst) for s in path(choice.stored, choice.used) or ()]
         forward, backward = (2 * m, m) if choice.lifetime == "use" else (1, 1)
         for a, b in states:
+            for row in step_rows(stage, node.out, node.needs_grad, a, b):  # gathered in the format of computation
+                if row["pass"] == "forward":
+                    yield str(row["kind"]), str(row["axis"]), forward * int(row["bytes"])
             for row in step_rows(stage, graph.stored(node), node.needs_grad, a, b):
-                times = backward if row["pass"] == "backward" else forward
-                yield str(row["kind"]), str(row["axis"]), times * int(row["bytes"])
+                if row["pass"] == "backward":
+                    yield str(row["kind"]), str(row["axis"]), backward * int(row["bytes"])
 
 
 def group(stage: StagePlan, place: int, axis: str) -> str:

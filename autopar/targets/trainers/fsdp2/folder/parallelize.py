@@ -38,6 +38,7 @@ class Trainer:
     Attributes:
         model: what this rank has of it; its parameters are what an optimizer steps on.
         rank: the number of this process.
+        part: which of the parts into which data ranks cut the rows of a microbatch is this process's.
         mesh: the mesh of all processes, pipeline outermost and tensor innermost; None on one device.
     """
 
@@ -58,14 +59,22 @@ class Trainer:
         self.mesh: DeviceMesh | None = None
         self.schedule: Any = None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.part = 0
         world, wanted = int(os.environ.get("WORLD_SIZE", "1")), functools.reduce(int.__mul__, MESH.values())
         if world == 1:
             self.model = model.to(device)
             checkpoint_modules(self.model)
+            if mixed and PRECISION.get("compute") != PRECISION.get("parameters"):
+                dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # for FSDP2's formats
+                blocks = [module for _, module in matching(model, FULLY_SHARD["modules"])]
+                shard_parameters(
+                    [*blocks, model], init_device_mesh(device.type, (1,), mesh_dim_names=("shard",)), mixed
+                )
             return
         if world != wanted:
             raise SystemExit(f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}")
         self.mesh = init_device_mesh(device.type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+        self.part = self.mesh.get_local_rank("replicate") * MESH["shard"] + self.mesh.get_local_rank("shard")
         stages = [model]
         if PIPELINE:
             stages = self._stages(model, example, mixed)
@@ -120,10 +129,7 @@ class Trainer:
         gradients, is that of the whole batch.
         """
         count = BATCH["microbatches"]
-        part = 0
-        if self.mesh is not None:
-            part = self.mesh.get_local_rank("replicate") * MESH["shard"] + self.mesh.get_local_rank("shard")
-        parts = [moved(microbatch(batch, k, part), self.device) for k in range(count)]
+        parts = [moved(microbatch(batch, k, self.part), self.device) for k in range(count)]
         total = torch.zeros((), device=self.device)
         if self.schedule is not None:
             with loss_scope():
@@ -208,9 +214,10 @@ def shard_parameters(modules: list[nn.Module], mesh: DeviceMesh, mixed: bool) ->
     zero = FULLY_SHARD["zero"]
     policy = MixedPrecisionPolicy()
     if mixed and PRECISION:
-        compute, reduce = (getattr(torch, PRECISION[name]) if name in PRECISION else None for name in ("compute", "reduce"))
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    over = mesh["shard"] if MESH["replicate"] == 1 else mesh["replicate", "shard"]
+        formats = {name: getattr(torch, dtype) for name, dtype in PRECISION.items()}
+        policy = MixedPrecisionPolicy(param_dtype=formats.get("compute"), reduce_dtype=formats.get("reduce"))
+    names = mesh.mesh_dim_names or ()
+    over = mesh["replicate", "shard"] if "replicate" in names and MESH["replicate"] > 1 else mesh["shard"]
     for module in modules:
         fully_shard(module, mesh=over, reshard_after_forward=zero == 3, mp_policy=policy)
 

@@ -239,9 +239,7 @@ class Schedule:
     def _add_up(self, name: str, group: dist.ProcessGroup | None) -> None:
         """Add up the gradients of the copies of one parameter."""
         grads = [s.whole.get_parameter(s.tied[name]).grad for s in self.stages if name in s.tied]
-        if not grads:
-            return
-        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads if grad is not None]
         total = torch.stack(local).sum(0)
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(total, group=group)

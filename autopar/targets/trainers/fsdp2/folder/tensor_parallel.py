@@ -4,7 +4,7 @@
 
 * ``columns``: the weight's output features (of an embedding: its features) are cut; ``input`` is how the input is laid
   out, ``whole`` or ``shard 1`` (cut along dim 1, which is gathered). ``local: False`` keeps the cut output a DTensor;
-* ``rows``: the weight's input features (of an embedding: its vocabulary) are cut; ``output`` is how the sum is laid out;
+* ``rows``: the weight's input features (of an embedding: its vocabulary) are cut; ``output`` is the sum's layout;
 * ``sequence``: the module is given, and returns, shards along ``dim``;
 * ``inputs``: arguments of a module change their layout before it runs, ``{0: ["shard 1", "whole"]}`` by position or by
   name, of ``count`` positional ones.

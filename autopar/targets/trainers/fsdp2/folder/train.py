@@ -119,8 +119,9 @@ def main() -> None:
     """Train, and print the loss of every step."""
     args = arguments()
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", "0")) if args.device == "cuda" else None)
+    device = torch.device(args.device)
     if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group({"cuda": "nccl"}.get(args.device, "gloo"))
@@ -133,6 +134,7 @@ def main() -> None:
         dtype = getattr(torch, args.dtype)
         example = {k: v.to(dtype) if torch.is_floating_point(v) else v for k, v in example.items()}
     trainer = parallelize.Trainer(model, call, example, device, mixed=not args.dtype)
+    torch.manual_seed(args.seed + 1 + trainer.part)  # data ranks draw masks of dropout of their own
     optimizer = optimizer_of(trainer.model)
     losses = []
     for step, batch in zip(range(args.steps), batches(example), strict=False):
@@ -144,7 +146,7 @@ def main() -> None:
             print(f"step {step}: loss {losses[-1]:.6f}", flush=True)
     if args.losses and trainer.rank == 0:
         Path(args.losses).write_text(json.dumps(losses), encoding="utf-8")
-    if world > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
