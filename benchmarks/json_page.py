@@ -30,12 +30,12 @@ version is raised when a key is removed, renamed, or gets another type or meanin
 that you do not know. Numbers are in the unit that their key ends with (`_bytes`, `_seconds`); numbers that are not
 finite are null. [Recipes](recipes.md) show what to do with them.
 
-The one exception is `autopar plan --json` without `--top`, `--like` and `--for`: it prints the plan file, byte for byte as `-o`
-writes it, which has a version of its own (`autopar_plan`).
+The one exception is `autopar plan --json` without `--top`, `--like` and `--for`: it prints the plan file, byte for byte
+as `-o` writes it, which has a version of its own (`autopar_plan`).
 
 In Python, `autopar.cli.schemas.loading.load_answer(text)` gives the answer as an object of its dataclass, and refuses
-unknown keys, missing ones and wrong types. This page is made from these dataclasses by `python
-benchmarks/json_page.py`; a test holds the page, and what every command really prints, to them.
+unknown keys, missing ones and wrong types. This page is made from these dataclasses by
+`python benchmarks/json_page.py`; a test holds the page, and what every command really prints, to them.
 
 ## Exit codes
 

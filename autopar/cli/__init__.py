@@ -14,7 +14,8 @@
 :mod:`.reshard`   ``reshard``, weights from one plan's layout to another's
 :mod:`.common`    what commands share; :mod:`.terminal`: consoles that no text can steer; :mod:`.output_files`: files
                   that commands write; :mod:`.stopping`: commands that are ended from outside, or by a model's code;
-                  :mod:`.exit_codes`: how commands end; :mod:`.schemas`: what they print with ``--json``
+                  :mod:`.exit_codes`: how commands end; :mod:`.answers` and :mod:`.schemas`: what they print
+                  with ``--json``
 ================= =====================================================================================================
 """
 

@@ -16,8 +16,8 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
 EXIT_CODES = {
-    OK: "done, and for fits, check and verify: yes",
-    NO: "fits, check and verify: no",
+    OK: "done, and for fits, price, check and verify: yes",
+    NO: "fits, price, check and verify: no",
     MENDABLE: "an error that you can mend, as standard error says",
     DEFECT: "a defect of autopar, with its traceback on standard error",
     INTERRUPTED: "ended by Ctrl-C before there was a plan to write",

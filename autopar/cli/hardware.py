@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from autopar.cli.common import Json, out, print_json
+from autopar.cli.exit_codes import EPILOG
 from autopar.cli.new_cluster import new
 from autopar.cli.stopping import to_its_end
 from autopar.report import Facts
@@ -115,10 +116,10 @@ class ListsByDefault(TyperGroup):
 
 
 clusters_app = typer.Typer(
-    name="clusters", cls=ListsByDefault, rich_markup_mode="rich",
+    name="clusters", cls=ListsByDefault, rich_markup_mode="rich", epilog=EPILOG,
     help="List the built-in clusters, describe some ('autopar clusters NAME'), or write the file of your own "
     "('autopar clusters new').\n\nExamples: autopar clusters; autopar clusters dgx-h100-x8 my.toml --json; autopar "
     "clusters new --gpu A100-SXM-40GB --nodes 4 --network 200Gb/s -o my.toml",
 )  # fmt: skip
-clusters_app.command("list")(to_its_end(clusters))
-clusters_app.command("new")(to_its_end(new))
+clusters_app.command("list", epilog=EPILOG)(to_its_end(clusters))
+clusters_app.command("new", epilog=EPILOG)(to_its_end(new))

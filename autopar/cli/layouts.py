@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cli.common import out, progress, show_bytes, show_seconds
+from autopar.cli.common import UsageError, out, progress, show_bytes, show_seconds
 from autopar.errors import AutoparError
 from autopar.report import Facts
 
@@ -95,6 +95,27 @@ class Priced:
             "tokens_per_second": row.tokens_per_second, "of_peak": row.utilisation,
             "runs": self.found.pinned.runs, "notes": list(self.found.pinned.notes), "plan": plan,
         }  # fmt: skip
+
+
+def check_outputs(output: Path | None, like_output: Path | None, likes: int) -> None:
+    """Refuse a file for the plan of a layout without one layout, and one file for two plans."""
+    if like_output is not None and likes != 1:
+        raise UsageError("--like-output writes the plan of a layout: give one layout with --like")
+    if like_output is not None and output is not None and like_output.resolve() == output.resolve():
+        raise UsageError(f"-o and --like-output both write {output}; give each plan a file of its own")
+
+
+def check_written(like: Priced, path: Path) -> None:
+    """Refuse to write the plan file of a layout that has no plan, or whose plan this model cannot run."""
+    from autopar.errors import PlanError
+
+    if like.found is None:
+        raise PlanError(like.error)
+    if not like.found.pinned.runs:
+        raise PlanError(
+            f"--like {like.text}: {path} would be a plan that this model cannot run: {like.found.pinned.notes[0]}; or "
+            "leave out --like-output, and the layout is priced only"
+        )
 
 
 def alternatives(outcome: Outcome, top: int, likes: Sequence[Priced]) -> list[BesidePlan]:

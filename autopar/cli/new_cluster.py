@@ -111,7 +111,7 @@ def new(
         file.write(text)
     if as_json:
         print_json({"file": str(output) if output else None, "document": document, "devices": cluster.n_devices,
-                    "nodes": cluster.n_nodes, "network": between or None})  # fmt: skip
+                    "nodes": cluster.n_nodes, "network": between or None}, "new-cluster")  # fmt: skip
         return
     if output is None:
         typer.echo(text, nl=False)

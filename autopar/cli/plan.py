@@ -132,10 +132,7 @@ def plan(
     if cluster is None and profile is None:
         raise UsageError("give the cluster to plan for with --cluster (autopar clusters lists them), or a --profile")
     likes = list(like or ())
-    if like_output is not None and len(likes) != 1:
-        raise UsageError("--like-output writes the plan of a layout: give one layout with --like")
-    if like_output is not None and output is not None and like_output.resolve() == output.resolve():
-        raise UsageError(f"-o and --like-output both write {output}; give each plan a file of its own")
+    layouts.check_outputs(output, like_output, len(likes))
     files = {option: OutputFile(path, PLAN, option, force)
              for option, path in (("-o", output), ("--like-output", like_output)) if path is not None}  # fmt: skip
     for file in files.values():
@@ -170,7 +167,7 @@ def plan(
         return
     priced = layouts.priced(loaded, captured, cluster, wanted, likes, words)
     if like_output is not None:
-        _check_written(priced[0], like_output)
+        layouts.check_written(priced[0], like_output)
     with progress("planning") as say, heard(say):
         outcome = planning.find(
             loaded.model, captured, lambda: (loaded.args, loaded.kwargs), hardware, hardware.n_devices, wanted,
@@ -187,18 +184,25 @@ def plan(
         files["--like-output"].write(dumps(*described))
     if as_json:
         text = dumps(*_file(outcome, loaded, captured, chosen, output.parent if output else Path()))
-        if not priced and top == 1:
-            sys.stdout.write(text)
-            return
-        rows = []
-        for row in priced:
-            of_row = dumps(*_file(_as_outcome(row.found), loaded, captured, cluster, Path())) if row.found else "null"
-            rows.append(row.facts(hardware, parse_json(of_row)))
+        rows = [row.facts(hardware, _plan_of(row, loaded, captured, cluster)) for row in priced]
         beside = ranked(layouts.alternatives(outcome, top, priced))
-        print_json({**parse_json(text), "layouts": rows, "alternatives": beside}, "plan")
+        if priced or top > 1:
+            print_json({**parse_json(text), "layouts": rows, "alternatives": beside}, "plan")
+        else:
+            sys.stdout.write(text)
     else:
         _summary(outcome, outcome.cluster or hardware, output, top)
         layouts.show(outcome, hardware, top, priced, output, like_output)
+
+
+def _plan_of(like: layouts.Priced, loaded: Loaded, captured: Captured, cluster: str) -> Facts | None:
+    """Return the plan file of a layout as values; None if it has no plan."""
+    from autopar.planfile import dumps
+
+    if like.found is None:
+        return None
+    facts: Facts = parse_json(dumps(*_file(_as_outcome(like.found), loaded, captured, cluster, Path())))
+    return facts
 
 
 def _software_of(target: str, trainer: str | None) -> str:
@@ -238,19 +242,6 @@ def _as_outcome(found: PricedLayout) -> Outcome:
     from autopar.planner.planning import Outcome
 
     return Outcome(found.plan, found.captured, found.timeline)
-
-
-def _check_written(like: layouts.Priced, path: Path) -> None:
-    """Refuse to write the plan file of a layout that has no plan, or whose plan this model cannot run."""
-    from autopar.errors import PlanError
-
-    if like.found is None:
-        raise PlanError(like.error)
-    if not like.found.pinned.runs:
-        raise PlanError(
-            f"--like {like.text}: {path} would be a plan that this model cannot run: {like.found.pinned.notes[0]}; or "
-            "leave out --like-output, and the layout is priced only"
-        )
 
 
 def _check_kept(chosen: Facts, graph: Graph) -> None:
@@ -359,13 +350,12 @@ def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -
 
 
 def _of_one_stage(plan: Plan, graph: Graph) -> None:
-    from autopar.report.axes_in_words import axes_in_words, axis_shares
+    from autopar.cli.stages import print_layout
 
     p, console = plan.price, out()
     mesh, seconds = plan.mesh.shown(), show_seconds(p.seconds)
     console.print(styled("[bold]{}[/bold] on {}: {} a step", mesh, plan.cluster, seconds))
-    if cut := axes_in_words(axis_shares(graph, plan)):
-        console.print(f"  {cut}", markup=False)
+    print_layout(graph, plan, "  ")
     console.print(
         f"  compute {show_seconds(p.compute_seconds)}, activation collectives {show_seconds(p.activation_seconds)}, "
         f"parameter collectives {show_seconds(p.parameter_seconds)}"
@@ -376,7 +366,7 @@ def _of_one_stage(plan: Plan, graph: Graph) -> None:
     console.print(
         f"  memory per device {show_bytes(p.memory_bytes)}: parameters {show_bytes(p.parameter_bytes)}, gradients "
         f"{show_bytes(p.gradient_bytes)}, optimizer {show_bytes(p.optimizer_bytes)}, gathered "
-        f"{show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}, "
+        f"copies {show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}, "
         + (
             f"working memory {show_bytes(p.working_bytes)}"
             if p.working_bytes >= 0

@@ -13,6 +13,7 @@ import pytest
 import autopar.frontends.models
 import autopar.rules  # noqa: F401  (what registers by being imported must have, before an example does)
 from autopar import frontends, targets
+from autopar.cli.schemas import ANSWERS
 from autopar.plans import memory_decisions
 from autopar.rules import registry
 from cost_models import costs
@@ -37,7 +38,7 @@ EXAMPLES = {heading: blocks for heading, blocks in pages().items() if any(FILE.m
 
 REGISTRIES = (
     registry.RULES, registry.SAMPLES, schedule_kinds.SCHEDULES, frontends.FRONTENDS, costs._CHOOSERS,
-    memory_decisions.DECISIONS, targets.TARGETS, sys.modules,
+    memory_decisions.DECISIONS, targets.TARGETS, ANSWERS, sys.modules,
 )  # fmt: skip
 """Where examples register what they add."""
 

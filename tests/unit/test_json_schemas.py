@@ -54,9 +54,12 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "verify": ("verify", NET, "-m", "tensor=2"),
     "devices": ("devices",),
     "clusters": ("clusters",),
+    "new cluster": ("clusters", "new", "--gpu", "A100-SXM-40GB", "--nodes", 4, "--network", "200Gb/s"),
+    "launch": ("launch", PIPED),
+    "reshard": ("reshard", PLAN, PIPED, "--trust"),
     "error": ("plan", NET, "-c", "no-such-cluster"),
 }
-"""Commands of every schema that need no processes; run and profile are held to theirs where they are tested."""
+"""Commands of every schema that need no processes; others are held to theirs where they are tested."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -270,7 +273,7 @@ def test_a_question_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exit_codes_are_in_every_help() -> None:
-    for words in [(), *((name,) for name in get_command(cli.app).commands)]:  # type: ignore[attr-defined]
+    for words in [(), ("clusters", "new"), *((name,) for name in get_command(cli.app).commands)]:  # type: ignore[attr-defined]
         code, out, _ = command(*words, "--help")
         text = " ".join(out.split())
         assert code == 0 and all(f"{number} {said}" in text for number, said in EXIT_CODES.items()), words

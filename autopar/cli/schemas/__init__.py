@@ -8,8 +8,8 @@
 :mod:`.planning`          ``plan``, ``fits``
 :mod:`.plans`             ``show``, ``explain``, ``check``, ``memory``, ``diff``; :mod:`.stages`: ``simulate``
 :mod:`.models`            ``inspect``; :mod:`.running`: ``run``, ``verify``, ``profile``
-:mod:`.trainers`          ``export``, ``price``, ``launch``
-:mod:`.hardware`          ``devices``, ``clusters``
+:mod:`.trainers`          ``export``, ``price``, ``launch``; :mod:`.resharding`: ``reshard``
+:mod:`.hardware`          ``devices``, ``clusters``, ``clusters new``
 ========================= =============================================================================================
 
 A new answer is a dataclass under :func:`~.registry.answer` in one of these files (or in a new one, imported below), and
@@ -21,6 +21,7 @@ from autopar.cli.schemas import hardware as hardware
 from autopar.cli.schemas import models as models
 from autopar.cli.schemas import planning as planning
 from autopar.cli.schemas import plans as plans
+from autopar.cli.schemas import resharding as resharding
 from autopar.cli.schemas import running as running
 from autopar.cli.schemas import stages as stages
 from autopar.cli.schemas import trainers as trainers

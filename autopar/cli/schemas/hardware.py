@@ -1,9 +1,9 @@
-"""Answers of ``devices`` and ``clusters``."""
+"""Answers of ``devices``, ``clusters`` and ``clusters new``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from autopar.cli.schemas.registry import answer
 
@@ -44,9 +44,21 @@ class ClusterEntry:
     description: Annotated[str, "one sentence"]
 
 
-@answer("clusters", "autopar clusters")
+@answer("clusters", "autopar clusters", "autopar clusters list")
 @dataclass(frozen=True, kw_only=True)
 class ClustersAnswer:
     """The built-in clusters, or the named ones."""
 
     clusters: list[ClusterEntry]
+
+
+@answer("new-cluster", "autopar clusters new")
+@dataclass(frozen=True, kw_only=True)
+class NewClusterAnswer:
+    """The description of one's own cluster."""
+
+    file: Annotated[str | None, "path of the written file; null without -o"]
+    document: Annotated[dict[str, Any], "contents of the file"]
+    devices: Annotated[int, "number of devices"]
+    nodes: Annotated[int, "number of machines"]
+    network: Annotated[str | None, "the link between machines; null for one machine"]

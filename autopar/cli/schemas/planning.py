@@ -50,8 +50,8 @@ class TrainerRestriction:
 class PlanAnswer:
     """A plan file, with other layouts beside it.
 
-    ``autopar plan --json`` without ``--top``, ``--like`` and ``--for`` prints the plan file itself, byte for byte as ``-o`` writes
-    it: it has its own version, ``autopar_plan``, and no key ``schema``.
+    ``autopar plan --json`` without ``--top``, ``--like`` and ``--for`` prints the plan file itself, byte for byte as
+    ``-o`` writes it: it has its own version, ``autopar_plan``, and no key ``schema``.
     """
 
     plan_file: Annotated[dict[str, Any], OtherKeys("guides/edit-a-plan.md"), "all keys of the plan file"]
