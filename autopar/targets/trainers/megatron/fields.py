@@ -1,8 +1,8 @@
 """The options of Megatron-LM, and what of them changes time or memory.
 
-``fields.json`` is generated from the parser of megatron-core (tests/targets/own_code/megatron/check.py --fields;
-``make test-targets`` compares them); ``older`` are options of earlier releases and of its post-training scripts, from the
-tags v2.0 to core_v0.19.0 of its repository.
+``fields.json`` is generated from the parser of megatron-core (tests/targets/own_code/megatron/check.py --fields), and
+``make test-targets`` compares them. Its ``older`` are options of earlier releases, of the post-training scripts and of
+the multimodal examples, from the tags v1.0 to core_v0.19.0 of Megatron-LM's repository.
 """
 
 from __future__ import annotations

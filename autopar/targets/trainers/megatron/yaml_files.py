@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,7 +79,8 @@ def _zoo(source: Source, tree: Tree) -> Config:
             continue
         words.append(str(name))
         if value is not True:
-            words += split(script, str(value))
+            text = str(value)
+            words += split(script, text[1:-1] if re.fullmatch(r"\[[\w ]+\]", text) else text)
     return config_of(options_of_words(source, words), None)
 
 
