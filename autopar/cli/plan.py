@@ -350,13 +350,12 @@ def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -
 
 
 def _of_one_stage(plan: Plan, graph: Graph) -> None:
-    from autopar.report.axes_in_words import axes_in_words, axis_shares
+    from autopar.cli.stages import print_layout
 
     p, console = plan.price, out()
     mesh, seconds = plan.mesh.shown(), show_seconds(p.seconds)
     console.print(styled("[bold]{}[/bold] on {}: {} a step", mesh, plan.cluster, seconds))
-    if cut := axes_in_words(axis_shares(graph, plan)):
-        console.print(f"  {cut}", markup=False)
+    print_layout(graph, plan, "  ")
     console.print(
         f"  compute {show_seconds(p.compute_seconds)}, activation collectives {show_seconds(p.activation_seconds)}, "
         f"parameter collectives {show_seconds(p.parameter_seconds)}"
@@ -367,7 +366,7 @@ def _of_one_stage(plan: Plan, graph: Graph) -> None:
     console.print(
         f"  memory per device {show_bytes(p.memory_bytes)}: parameters {show_bytes(p.parameter_bytes)}, gradients "
         f"{show_bytes(p.gradient_bytes)}, optimizer {show_bytes(p.optimizer_bytes)}, gathered "
-        f"{show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}, "
+        f"copies {show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}, "
         + (
             f"working memory {show_bytes(p.working_bytes)}"
             if p.working_bytes >= 0

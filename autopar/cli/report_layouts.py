@@ -71,7 +71,7 @@ class Searches:
             there = found.cluster or cluster
             timeline = found.timeline or self._simulated(found, there)
             rows.append(self._row(f"{n} devices", plan, timeline, graph, there))
-        return sorted(with_front(rows), key=lambda row: row.devices), refused
+        return _faster_with_more(rows), refused
 
     def _this(self) -> LayoutRow:
         return self._row(THIS, self.plan, self.timeline, self.captured.graph, self.cluster)
@@ -112,6 +112,15 @@ class Searches:
         from autopar.cli.common import what_if
 
         return what_if(found.captured, found.plan, cluster).simulated()[1]
+
+
+def _faster_with_more(rows: list[LayoutRow]) -> list[LayoutRow]:
+    """Return rows, the fewest devices first, with those marked that no row of fewer devices is as fast as."""
+    marked, least = [], float("inf")
+    for row in sorted(rows, key=lambda row: row.devices):
+        marked.append(replace(row, on_front=row.seconds < least))
+        least = min(least, row.seconds)
+    return marked
 
 
 def cluster_of(name: str, n: int) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autopar.plans.moving import StoredParameter
     from autopar.plans.moving_cost import MovedTensor, ParameterMove
     from autopar.plans.plan import Plan
+    from autopar.words.graph import Graph
     from hardware_profiles import Cluster
 
 MOST_TENSORS = 1000
@@ -78,7 +79,8 @@ def reshard(
                          "--used and --optimizer-state")  # fmt: skip
     documents = open_plan(old_path), open_plan(new_path)
     cluster, devices = shared_cluster(documents, apart)
-    plans, graphs = [], []
+    plans: list[Plan] = []
+    graphs: list[Graph] = []
     for document, path in zip(documents, (old_path, new_path), strict=True):
         if not plans or _model(document) != _model(documents[0]):
             _, captured = model_of(document, path, model, trust=trust)

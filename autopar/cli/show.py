@@ -114,6 +114,7 @@ def _show_stage(
     """Print the ops, parameters and memory of a stage."""
     from autopar.planner.intra_op.building.price import pricer
     from autopar.report import recomputed, rows, tables
+    from autopar.report.block_names import block_title, lists_of
     from autopar.report.coverage import coverage, line
 
     stage = plan.stages[number]
@@ -141,6 +142,10 @@ def _show_stage(
         return
     console = out()
     console.print(_headline(document, number))
+    if len(plan.stages) == 1:
+        from autopar.cli.stages import print_layout
+
+        print_layout(graph, plan)
     if pinned := show_pins(plan.pins):
         console.print(f"requested: {pinned}", markup=False)
     if runs_again := recomputed.runs_again(graph, stage):
@@ -149,8 +154,9 @@ def _show_stage(
     for name, what in recomputed.waits(graph, stage).items():
         extra = f"{DECISIONS[name].said}; {show_seconds(waited[name])} a step, not in the rows below"
         console.print(f"{name} ({extra}): {'; '.join(what)}", markup=False)
+    lists = lists_of(graph)
     for block in blocks:
-        console.print(tables.block_table(block, stage.mesh, show_bytes, show_seconds, every))
+        console.print(tables.block_table(block, stage.mesh, show_bytes, show_seconds, every, block_title(lists, block)))
     console.print(tables.param_table(params, show_bytes, show_seconds))
     console.print(tables.totals_table(rows.totals(stage.price), show_bytes, show_seconds))
     if counts:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.plans.plan import Plan
     from autopar.report.fitted_tables import Table
+    from autopar.words.graph import Graph
     from cost_models.schedules import Timeline
     from hardware_profiles import Cluster
 
@@ -58,10 +59,7 @@ def describe(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
     )
     if pins := show_pins(plan.pins):
         console.print(f"requested: {pins}", markup=False)
-    if facts["axes"]:
-        from autopar.report.axes_in_words import axes_in_words
-
-        console.print(axes_in_words(facts["axes"]), markup=False)
+    print_layout(captured.graph, plan)
     console.print(times_table(stages))
     console.print(memory_table(stages))
     text = grid(timeline)
@@ -80,6 +78,21 @@ def describe(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
     for note in plan.notes:
         if "tried" not in more or not note.startswith(NEXT_WORDS):  # the table of tried plans has them
             console.print(f"  {note}", markup=False)
+
+
+def print_layout(graph: Graph, plan: Plan, indent: str = "") -> None:
+    """Print a plan in the terms of trainers, what each mesh axis shards, and the layout of each part of the model."""
+    from autopar.report.axes_in_words import AxisUse, axes_in_words
+    from autopar.report.parts import layout_of_parts
+    from autopar.report.plan_in_words import plan_in_words
+
+    console, use = out(), AxisUse(graph)
+    console.print(styled("{}[bold]{}[/bold]", indent, plan_in_words(graph, plan, use)))
+    if cut := axes_in_words(use.shares(plan.stages)):
+        console.print(f"{indent}{cut}", markup=False)
+    for part in layout_of_parts(graph, plan, use):
+        where = f" in {part.stages}" if part.stages else ""
+        console.print(f"{indent}  {part.name} ({part.share:.0%} of the FLOPs){where}: {part.layout}", markup=False)
 
 
 def times_table(stages: list[Facts]) -> Table:

@@ -78,6 +78,7 @@ def stored_parameters(
     found = {}
     for _, node in graph.of_kind("param"):
         name, read_as = node.target, node.outs[0]
+        assert read_as is not None
         sides = []
         for stage in plan.stages:
             if name in stage.params:

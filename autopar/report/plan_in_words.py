@@ -18,11 +18,13 @@ TERMS = {FEATURES: "TP", SEQUENCE: "CP", EXPERTS: "EP", BATCH: "DP"}
 """Terms of what an axis shards, in the order in which they are written."""
 WORDS = {
     "tp": "TP {}", "cp": "CP {}", "ep": "EP {}", "etp": "ETP {}", "pp": "PP {}", "dp": "DP {}", "zero": "ZeRO-{}",
-    "fsdp": "FSDP {}", "sp": "SP", "recompute": "recompute {}", "mbs": "{} rows a microbatch", "m": "{} microbatches",
+    "fsdp": "FSDP {}", "sp": "SP", "recompute": "recompute {}", "mbs": "microbatches of {}", "m": "{} microbatches",
     "gas": "{} microbatches", "schedule": "{}", "optimizer": "{}", "precision": "{}",
 }  # fmt: skip
 """Words of a requested layout, in the order in which they are written."""
 ONE = "one device"
+DEFAULTS = {**dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), "1"), "zero": "0", "recompute": "none"}
+"""Values that say what is so without the word."""
 MOSTLY, ALL = 0.5, 0.9
 """Shares of the work from which an axis has the term of what it shards, and from which recomputation is called full."""
 
@@ -77,7 +79,7 @@ def layout_in_words(text: str) -> str:
     terms = []
     for word, template in WORDS.items():
         value = given.pop(word, None)
-        if value is None or (value in ("1", "none", "0") and word not in ("mbs", "m", "gas")):
+        if value is None or value == DEFAULTS.get(word):
             continue
         shown = value.replace(":", ", ")
         if word == "pp" and given.get("vp", "1") != "1":
@@ -102,7 +104,8 @@ def _terms(
 ) -> list[str]:  # fmt: skip
     """Return the terms of stages of one mesh, with the pipeline before the data ranks."""
     sizes: dict[str, int] = {}
-    notes: dict[str, list[str]] = {}
+    notes: dict[str, dict[str, str]] = {}
+    axes: dict[str, int] = {}
     others: list[str] = []
     data: list[str] = []
     for axis, shares in use.shares(stages, only).items():
@@ -115,16 +118,18 @@ def _terms(
             sizes[term] = sizes.get(term, 1) * int(size)
         rest = {k: v for k, v in shares.items() if k != what and not (what == EXPERTS and k == BATCH) and v >= SHOWN}
         if rest:
-            notes.setdefault(what, []).append(_listed(rest))
+            notes.setdefault(what, {})[axis] = _listed(rest)
+        axes[what] = axes.get(what, 0) + 1
         if what in (BATCH, EXPERTS):
             data.append(name)
-    said = [
-        f"{TERMS[what]} {sizes[what]}" + (f" ({'; '.join(notes[what])})" if what in notes else "")
-        for what in TERMS if what in sizes and what != BATCH
-    ]  # fmt: skip
-    said += pipeline
+
+    def term(what: str) -> str:
+        of_axes = [text if axes[what] == 1 else f"{axis}: {text}" for axis, text in notes.get(what, {}).items()]
+        return f"{TERMS[what]} {sizes[what]}" + (f" ({'; '.join(of_axes)})" if of_axes else "")
+
+    said = [term(what) for what in TERMS if what in sizes and what != BATCH] + list(pipeline)
     if BATCH in sizes:
-        said.append(f"DP {sizes[BATCH]}" + (f" ({'; '.join(notes[BATCH])})" if BATCH in notes else ""))
+        said.append(term(BATCH))
     return said + others + _zero(stages, data, elements)
 
 
@@ -138,9 +143,9 @@ def _what(shares: Mapping[str, float]) -> str | None:
 
 
 def _listed(shares: Mapping[str, float]) -> str:
-    """Return shares as ``91% features, 9% the sequence``."""
+    """Return shares as ``91% along features, 9% along the sequence``."""
     return ", ".join(
-        f"{share:.0%} {'replicated' if what == NOTHING else what}" for what, share in shares.items() if share >= SHOWN
+        f"{share:.0%} {'replicated' if what == NOTHING else f'along {what}'}" for what, share in shares.items() if share >= SHOWN
     )
 
 

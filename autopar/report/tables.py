@@ -19,9 +19,11 @@ SHORT = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter
          "all_to_all": "all-to-all"}  # fmt: skip
 
 
-def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Show, every: bool = False) -> Table:
+def block_table(
+    block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Show, every: bool = False, title: str = ""
+) -> Table:
     """Return a block as a table of its ops; ``every`` includes views."""
-    title = block.name or "outside of blocks"
+    title = title or block.name or "outside of blocks"
     table = Table(title=f"{title} (x {block.count})" if block.count > 1 else title, title_style="bold")
     table.add_column("op")
     table.add_column("rule", below=3)

@@ -82,8 +82,8 @@ class Cost:
 
     @property
     def words(self) -> str:
-        """Device-hours, and money if there is a price: ``37,100 device-hours, 92,800 at its price``."""
-        money = f", {grouped(self.money)} in money" if self.money is not None else ""
+        """Device-hours, and the price if there is one: ``37,100 device-hours, price 92,800``."""
+        money = f", price {grouped(self.money)}" if self.money is not None else ""
         return f"{grouped(self.device_hours)} device-hours{money}"
 
 

@@ -175,7 +175,10 @@ def _parts_table(parts: Sequence[Part]) -> Markup | None:
     rows = [
         [part.name, short_count(part.parameters), f"{part.share:.1%}", part.stages, part.layout] for part in parts
     ]  # fmt: skip
-    heads = ("part", "parameters", "of the FLOPs", "computed by", "laid out as")
+    heads = ["part", "parameters", "of the FLOPs", "computed by", "laid out as"]
+    if not any(part.stages for part in parts):
+        for row in (heads, *rows):
+            del row[3]
     return table(heads, rows, numbers=(1, 2), label="parts of the model")
 
 

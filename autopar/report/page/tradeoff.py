@@ -74,7 +74,7 @@ def _section(key: str, rows: Sequence[LayoutRow], x: _Axis, y: _Axis, pricing: P
              "on the front")  # fmt: skip
     lines = [
         [
-            k + 1, row.words or row.what, row.devices or "", show_seconds(row.seconds), show_bytes(row.memory_bytes),
+            k + 1, _name(row), row.devices, show_seconds(row.seconds), show_bytes(row.memory_bytes),
             f"{row.bubble:.1%}", f"{row.tokens_per_second:,.0f}", f"{row.utilisation:.1%}",
             cost_of(row, pricing.amount).words.removesuffix(" device-hours"), "yes" if row.on_front else "",
         ] for k, row in enumerate(rows)
@@ -86,6 +86,11 @@ def _section(key: str, rows: Sequence[LayoutRow], x: _Axis, y: _Axis, pricing: P
         _scatter(rows, x, y, chosen), facts,
         table(heads, lines, numbers=(0, 2, 3, 4, 5, 6, 7, 8), label=f"{key}, as a table"),
     )  # fmt: skip
+
+
+def _name(row: LayoutRow) -> Markup:
+    """Return a layout's terms, with its description below them."""
+    return filled('{}<br><small>{}</small>', row.words, row.what) if row.words else filled("{}", row.what)
 
 
 def _facts(key: str, k: int, row: LayoutRow, pricing: Pricing, shown: bool) -> Markup:
@@ -110,12 +115,14 @@ def _scatter(rows: Sequence[LayoutRow], x: _Axis, y: _Axis, chosen: int) -> Mark
     places = [(100 * _share(x.value(row), *ends[0], x.log), 100 - 100 * _share(y.value(row), *ends[1], y.log))
               for row in rows]  # fmt: skip
     points = []
-    for k, (row, (left, top)) in enumerate(zip(rows, places, strict=True)):
+    over = sorted(range(len(rows)), key=lambda k: (rows[k].what == THIS, rows[k].on_front))  # later ones lie above
+    for k in over:
+        row, (left, top) = rows[k], places[k]
         words = f"{k + 1}: {row.what}, {show_seconds(row.seconds)} a step, {show_bytes(row.memory_bytes)}"
         kind = "chosen" if row.what == THIS else "front" if row.on_front else "beaten"
         points.append(filled(
             '<svg x="{}%" y="{}%" class="dot {}{}" data-k="{}" tabindex="0" role="button" aria-label="{}">'
-            '<title>{}</title><circle r="11"/><text y="4">{}</text></svg>', f"{left:.2f}", f"{top:.2f}", kind,
+            '<title>{}</title><circle r="10"/><text y="4">{}</text></svg>', f"{left:.2f}", f"{top:.2f}", kind,
             " picked" if k == chosen else "", k, words, words, k + 1,
         ))  # fmt: skip
     front = sorted(place for place, row in zip(places, rows, strict=True) if row.on_front)

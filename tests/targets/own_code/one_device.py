@@ -60,8 +60,12 @@ def losses_here(folder: Path, command: list[str], env: dict[str, str]) -> list[f
     return losses
 
 
-def compared(folder: Path, command: list[str], env: dict[str, str], rate: float, decay: float) -> str:
-    """Return what the runs showed; raise an error if losses differ."""
+def compared(
+    folder: Path, command: list[str], env: dict[str, str], rate: float, decay: float, *, saved: bool = False
+) -> str:
+    """Return what the runs showed; raise an error if losses differ. ``saved``: ranks start from a checkpoint."""
+    if saved:
+        script_of(folder).make_model().save_pretrained(folder / "checkpoint")
     alone, here = losses_alone(folder, rate, decay), losses_here(folder, command, env)
     worst = max(abs(a - b) / abs(a) for a, b in zip(alone, here))
     if not worst < TOLERANCE or not all(map(math.isfinite, here)) or len(set(here)) != STEPS:

@@ -208,6 +208,8 @@ class _Found:
                 if node.module in found or out is None or not out.is_shard:
                     continue
                 module = self.model.get_submodule(node.module)
+                if isinstance(module, nn.Embedding):
+                    continue  # given whole indices, it gives the whole residual, which the first block cuts
                 if any(True for child in module.children() for _ in child.parameters()):
                     raise self.refusal(
                         f"parameter {self.graph.nodes[p].target} is read in '{node.module}' where the plan has shards, "

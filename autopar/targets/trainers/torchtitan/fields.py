@@ -45,7 +45,7 @@ UNCHECKED = frozenset(
         "float8", "mx", "quantize", "memory_estimation", "fault_tolerance",
     }
 )
-"""Sections of TOML in which other fields than those of releases are passed over: they change neither time nor memory."""
+"""Sections of TOML that change neither time nor memory, in which fields that no release has are passed over."""
 OF_COMPONENTS = frozenset({"dataloader", "validator", "tokenizer", "loss", "optimizer", "lr_scheduler", "checkpoint"})
 """Sections of the newest release whose fields depend on the component that the config function chose."""
 

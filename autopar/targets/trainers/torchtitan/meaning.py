@@ -32,7 +32,8 @@ READ = frozenset(
             "module_fqns_per_model_part", "pipeline_parallel_first_stage_less_layers",
             "pipeline_parallel_last_stage_less_layers", "pipeline_parallel_layers_per_stage",
             "pipeline_parallel_schedule", "pipeline_parallel_schedule_csv", "pipeline_parallel_microbatch_size",
-            "pipeline_parallel_split_points", "pipeline_parallel_microbatches", "context_parallel_degree", "context_parallel_rotate_method",
+            "pipeline_parallel_split_points", "pipeline_parallel_microbatches", "context_parallel_degree",
+            "context_parallel_rotate_method",
             "expert_parallel_degree", "expert_tensor_parallel_degree", "spmd_backend",
         )),
     }
@@ -41,7 +42,8 @@ READ = frozenset(
 NOTHING = (
     "job.", "profiling.", "profiler.", "metrics.", "checkpoint.", "lr_scheduler.", "comm.", "validation.", "validator.",
     "debug.", "experimental.", "float8.", "mx.", "quantize.", "hf_transformers.", "training.data_parallel_type",
-    "training.checkpoint_", "training.fp8_linear", "dataloader.", "tokenizer.", "loss.", "override.", "memory_estimation.", "hf_assets_path",
+    "training.checkpoint_", "training.fp8_linear", "dataloader.", "tokenizer.", "loss.", "override.",
+    "memory_estimation.", "hf_assets_path",
     "dump_folder", "training.dataset", "training.dataset_path", "training.dataloader.", "training.max_norm",
     "training.steps", "training.gc_", "training.seed", "training.deterministic", "training.warmup_steps",
     "training.disable_cuda_graphs", "optimizer.", "activation_checkpoint.", "model.tokenizer_path", "model.norm_type",
@@ -137,15 +139,19 @@ def _ranks(r: Reading, others: int) -> tuple[int, int, int | None]:
         )
     product = None if shards == -1 else replicas * shards * others
     if devices is not None and product != devices:
-        raise r.source.error("parallelism", f"its degrees make {product} ranks, the command starts {devices}; change one")
+        what = f"its degrees make {product} ranks, the command starts {devices}; change one"
+        raise r.source.error("parallelism", what)
     return replicas, shards, product
 
 
 def _batch(r: Reading, dp: int | None, pp: int) -> int | None:
     """Put the rows of a microbatch into the words; return those of a step."""
     local, total = r.number("training.local_batch_size", 8), r.number("training.global_batch_size", -1)
-    pieces = r.number(P + "pipeline_parallel_microbatches") if P + "pipeline_parallel_microbatches" in r.said.values else 0
-    each = local if pp == 1 else max(1, local // pieces) if pieces else r.number(P + "pipeline_parallel_microbatch_size")
+    each = local
+    if pp > 1 and P + "pipeline_parallel_microbatches" in r.said.values:
+        each = max(1, local // r.number(P + "pipeline_parallel_microbatches"))
+    elif pp > 1:
+        each = r.number(P + "pipeline_parallel_microbatch_size")
     if local % each:
         raise r.source.error(
             "training.local_batch_size",
@@ -178,19 +184,19 @@ def _experts(r: Reading, tp: int, cp: int, replicas: int, shards: int) -> None:
     name = P + "expert_parallel_degree"
     etp = r.number(P + "expert_tensor_parallel_degree")
     if cp > 1:
-        what = f"is {ep} beside context_parallel_degree={cp}: rows travel over both, which cannot be priced; set one to 1"
+        what = f"is {ep} beside context_parallel_degree={cp}: rows travel over both, not priced; set one to 1"
         raise r.source.error(name, what)
     if replicas > 1 and shards * tp > 1:
         raise r.source.error(
             name,
-            f"is {ep} beside {replicas} replicas of shards, which cannot be priced; set data_parallel_replicate_degree=1",
+            f"is {ep} beside {replicas} replicas of shards, not priced; set data_parallel_replicate_degree=1",
         )
     travels = tp > 1 and etp == 1
     if travels and ep % tp:
-        raise r.source.error(name, f"is {ep} and spreads over tensor_parallel_degree={tp} first; use a multiple of {tp}")
+        raise r.source.error(name, f"is {ep} and spreads over tensor_parallel_degree={tp} first; use a multiple")
     ranks = shards * (tp if travels else 1)
     if shards != -1 and ranks % ep:
-        raise r.source.error(name, f"is {ep} and does not divide the {ranks} ranks that share parameters; use a divisor")
+        raise r.source.error(name, f"is {ep}, no divisor of the {ranks} ranks that share parameters; use one")
     r.words["ep"] = str(ep)
     if travels:
         r.words["etp"] = "1"
@@ -296,8 +302,8 @@ def _recompute(r: Reading, stages: int) -> None:
     elif mode == "selective" and option == "op":
         r.words["recompute"] = "every:2"
         r.unpriced.append(
-            "activation_checkpoint=selective: every second product and what is cheap runs again; priced as every second "
-            "block"
+            "activation_checkpoint=selective: every second product and what is cheap runs again; "
+            "priced as every second block"
         )
     elif mode == "blocks":
         r.words["recompute"] = _of_blocks(r, stages)
@@ -306,7 +312,8 @@ def _recompute(r: Reading, stages: int) -> None:
         what = f"activation_checkpoint=memory-budget {share}: the compiler chooses; priced with nothing recomputed"
         r.unpriced.append(what)
     elif mode not in ("none", "None"):
-        raise r.source.error("activation_checkpoint.mode", f"is {mode} with option {option}; use none, full or selective")
+        what = f"is {mode} with option {option}; use none, full or selective"
+        raise r.source.error("activation_checkpoint.mode", what)
 
 
 def _of_blocks(r: Reading, stages: int) -> str:

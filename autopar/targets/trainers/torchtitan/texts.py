@@ -44,7 +44,8 @@ def check_names(source: Source, names: Iterator[str] | list[str], *, old: bool) 
         if name not in fields and name.partition(".")[0] not in loose:
             other = name.rpartition(".")[2]
             near = [each for each in fields if each.rpartition(".")[2] == other]
-            inside = sorted(each for each in fields if each.partition(".")[0] == name.partition(".")[0]) or sorted(sections)
+            section = name.partition(".")[0]
+            inside = sorted(each for each in fields if each.partition(".")[0] == section) or sorted(sections)
             hint = f"did you mean '{sorted(near)[0]}'?" if near else closest(name, inside)
             kind = "0.1 and 0.2" if old else "0.3"
             what = "section" if name.partition(".")[0] not in sections else "field"
@@ -187,4 +188,5 @@ def _literal(source: Source, name: str, value: ast.expr) -> Any:
     try:
         return ast.literal_eval(value)
     except ValueError:
-        raise source.error(name, f"is {ast.unparse(value)}, which only running it would tell; write the value") from None
+        what = f"is {ast.unparse(value)}, which only running it would tell; write the value"
+        raise source.error(name, what) from None

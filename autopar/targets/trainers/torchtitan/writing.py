@@ -69,8 +69,8 @@ def _check(export: Export) -> None:
         )
     if layout.groups > 1 and layout.chunks > 1 and m % max(1, m // layout.groups):
         raise ConfigError(
-            f"{layout.text}: torch's Interleaved1F1B runs {m} microbatches in {m // layout.groups} rounds, which do not "
-            "divide them; change mbs or the batch"
+            f"{layout.text}: torch's Interleaved1F1B runs {m} microbatches in {m // layout.groups} rounds, which do "
+            "not divide them; change mbs or the batch"
         )
     cp = layout.sizes["cp"]  # trainer.py: seq_len_divisor
     cut = (layout.sizes["tp"] if layout.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
@@ -164,7 +164,8 @@ def recomputed_blocks(text: str, blocks: int, stages: int) -> list[int]:
     kind, _, which = text.partition(":")
     if kind == "every":
         return list(range(int(which) - 1, blocks, int(which)))
-    found, done = [], 0
+    found: list[int] = []
+    done = 0
     for size in sizes_of(blocks, stages):
         found += range(done, done + min(size, int(which)))
         done += size
@@ -196,7 +197,7 @@ def _imports(export: Export) -> str:
 
 
 def _model(export: Export, family: Family) -> dict[str, str]:
-    config = export.model.config
+    config: dict[str, Any] = dict(export.model.config)
     places = int(config.get("max_position_embeddings") or export.sequence or 2048)
     rope = {**rope_arguments(family, config), "max_seq_len": max(places, export.sequence or 0)}
     tied = bool(config.get("tie_word_embeddings"))

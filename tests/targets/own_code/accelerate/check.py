@@ -8,15 +8,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import fields  # noqa: E402
-import torch  # noqa: E402
-from accelerate.commands.config.config_args import load_config_from_file  # noqa: E402
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser  # noqa: E402
-from accelerate.parallelism_config import ParallelismConfig  # noqa: E402
-from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: E402
-from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
-from one_device import compared  # noqa: E402
-from transformers import HfArgumentParser, TrainingArguments  # noqa: E402
+import fields
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
+from one_device import compared
+from transformers import HfArgumentParser, TrainingArguments
 
 HERE = Path(__file__).parent
 KEPT = HERE.parents[3] / "autopar/targets/trainers/hugging_face/fields.json"
@@ -44,7 +44,7 @@ def check(folder):
         said = [f"{config.distributed_type.value} of {config.num_processes}, {config.mixed_precision}"]
         fsdp = config.distributed_type == "FSDP"
         mesh = ParallelismConfig() if config.parallelism_config else None
-        ranks = case["devices"]
+        ranks, tensor = case["devices"], mesh is not None and mesh.tp_size > 1
         if mesh is not None:
             mesh._validate_accelerator(Accelerated(case["devices"], fsdp))
             sizes = {k: v for k, v in mesh._sizes.items() if v > 1}
@@ -54,8 +54,8 @@ def check(folder):
             said.append(f"mesh {sizes} {mesh.cp_handler or ''}".strip())
         if fsdp:
             plugin = FullyShardedDataParallelPlugin()
-            said.append(f"FSDP{plugin.fsdp_version}, reshard {plugin.reshard_after_forward}, "
-                        f"{plugin.transformer_cls_names_to_wrap}, recompute {plugin.activation_checkpointing}")  # fmt: skip
+            wrapped, again = plugin.transformer_cls_names_to_wrap, plugin.activation_checkpointing
+            said.append(f"FSDP2, reshard {plugin.reshard_after_forward}, {wrapped}, recompute {again}")
             assert plugin.fsdp_version == 2
         rows = run["rows"] * run["microbatches"] * ranks
         assert rows == run["batch"], f"{rows} rows of a step, the plan has {run['batch']}"
@@ -64,11 +64,12 @@ def check(folder):
         os.environ.update(before)
     if (folder / "training_arguments.json").exists():
         arguments = json.loads((folder / "training_arguments.json").read_text())
-        own = HfArgumentParser(TrainingArguments).parse_dict(arguments | {"bf16": False, "fp16": False, "use_cpu": True})[0]
+        arguments |= {"bf16": False, "fp16": False, "use_cpu": True}
+        own = HfArgumentParser(TrainingArguments).parse_dict(arguments)[0]
         assert not fsdp or own.fsdp_plugin_args["fsdp_version"] == 2
         said.append("TrainingArguments")
     if case.get("runs"):
-        said.append(compared(folder, [str(HERE / "on_processors.py"), "train.py"], {}, 1e-4, 0.01))
+        said.append(compared(folder, [str(HERE / "on_processors.py"), "train.py"], {}, 1e-4, 0.01, saved=tensor))
     return "; ".join(said)
 
 

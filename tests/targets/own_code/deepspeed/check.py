@@ -9,11 +9,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import fields  # noqa: E402
-from deepspeed.module_inject.auto_ep_config import validate_autoep_config  # noqa: E402
-from deepspeed.runtime import config as own  # noqa: E402
-from one_device import compared  # noqa: E402
-from transformers import HfArgumentParser, TrainingArguments  # noqa: E402
+import fields
+from deepspeed.module_inject.auto_ep_config import validate_autoep_config
+from deepspeed.runtime import config as own
+from one_device import compared
+from transformers import HfArgumentParser, TrainingArguments
 
 KEPT = Path(__file__).parents[4] / "autopar/targets/trainers/deepspeed/fields.json"
 

@@ -1,7 +1,7 @@
 """TorchTitan's own code on exported folders: ``check.py FOLDER ...``; a line each, exit code 1 if it refuses one.
 
-Of every folder: its ``ConfigManager`` parses the command that ranks run; ``ParallelDims`` builds the meshes under a fake
-process group; the model is built on the meta device, split into the stages of a pipeline and parallelized by the
+Of every folder: its ``ConfigManager`` parses the command that ranks run; ``ParallelDims`` builds the meshes under a
+fake process group; the model is built on the meta device, split into the stages of a pipeline and parallelized by the
 model's own function (sharding, recomputation, compile, FSDP), as ranks 0 and the last would; and the parts are counted.
 """
 
@@ -82,6 +82,22 @@ def checked(folder: Path, rank: int) -> dict[str, object]:
     }  # fmt: skip
 
 
+def differing_fields() -> int:
+    """Print how what autopar knows of the installed release differs from it; return whether it does."""
+    from importlib.metadata import version
+
+    import fields
+
+    kept = Path(__file__).resolve().parents[4] / "autopar" / "targets" / "trainers" / "torchtitan"
+    known = json.loads((kept / "fields.json").read_text())[version("torchtitan")]
+    found = json.loads(fields.dump(fields.installed_fields()))
+    names = [name for name in {**known, **found} if known.get(name, ...) != found.get(name, ...)]
+    configs = json.loads((kept / "configs.json").read_text()) != json.loads(fields.dump(fields.registered()))
+    print(f"{'DIFFER' if names or configs else 'accepted'} fields of torchtitan {version('torchtitan')}: {len(found)}"
+          f"{', other: ' + ', '.join(names) if names else ''}{', other configs' if configs else ''}", flush=True)
+    return int(bool(names) or configs)
+
+
 def rank_of(folder: Path, rank: int) -> tuple[bool, str]:
     """Check one rank in a process of its own."""
     command = [sys.executable, __file__, "--rank", str(rank), str(folder)]
@@ -97,7 +113,7 @@ def main() -> int:
     if sys.argv[1] == "--rank":
         print(json.dumps(checked(Path(sys.argv[3]).resolve(), int(sys.argv[2]))))
         return 0
-    failed = 0
+    failed = differing_fields()
     for name in sys.argv[1:]:
         folder = Path(name).resolve()
         last = int(json.loads((folder / "case.json").read_text())["devices"]) - 1

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.nn.functional import all_reduce
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 # --- decisions ---
@@ -52,7 +53,8 @@ class Trainer:
             device: of this process.
             mixed: follow PRECISION; else parameters keep their formats.
         """
-        self.call, self.device = call, device
+        self.device = device
+        self.call: Call = lambda whole, inputs: plain(call(whole, inputs))
         self.mesh: DeviceMesh | None = None
         self.schedule: Any = None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -123,9 +125,8 @@ class Trainer:
             part = self.mesh.get_local_rank("replicate") * MESH["shard"] + self.mesh.get_local_rank("shard")
         parts = [moved(microbatch(batch, k, part), self.device) for k in range(count)]
         total = torch.zeros((), device=self.device)
-        scope = loss_scope()
         if self.schedule is not None:
-            with scope:
+            with loss_scope():
                 total = self.schedule.step(parts).to(self.device)
             return self._mean(total)
         for k, inputs in enumerate(parts):
@@ -133,7 +134,7 @@ class Trainer:
                 last = k == count - 1
                 self.model.set_requires_gradient_sync(last or FULLY_SHARD["zero"] == 3)
                 self.model.set_reshard_after_backward(last or FULLY_SHARD["zero"] == 3)
-            with scope:
+            with loss_scope():
                 loss = self.call(self.model, inputs) / count
                 loss.backward()
             total = total + loss.detach()
@@ -162,6 +163,11 @@ def microbatch(batch: dict[str, Any], number: int, part: int) -> dict[str, Any]:
 def moved(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return inputs on a device."""
     return {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+
+
+def plain(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss that all ranks of ``tensor`` have as a tensor of torch's own kind."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def loss_scope() -> Any:
