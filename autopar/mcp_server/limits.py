@@ -99,7 +99,8 @@ class ServerLimits:
 
 
 def limits_of(folder: Path, trusted: Sequence[Path]) -> ServerLimits:
-    """Return the limits of a server; its folders have to exist."""
+    """Return the limits of a server; its folders have to exist, and ``~`` is the user's."""
+    folder, trusted = folder.expanduser(), [each.expanduser() for each in trusted]
     for each in (folder, *trusted):
         if not each.is_dir():
             raise LimitError(f"{each} is no folder; make it first, or give another")

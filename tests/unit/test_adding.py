@@ -88,5 +88,5 @@ def test_the_example_runs(
 def test_every_extension_point_has_a_page() -> None:
     assert set(EXAMPLES) == {
         "An operator", "A lowering", "A schedule", "A device, a link, a cluster", "A cost source", "A memory decision",
-        "A frontend", "A trainer",
+        "A frontend", "A trainer", "An answer of `--json`",
     }  # fmt: skip

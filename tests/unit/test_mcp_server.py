@@ -52,6 +52,15 @@ def test_files_are_below_the_folder(limits: ServerLimits, tmp_path: Path) -> Non
         limits.writable("../mine/net.py")
 
 
+def test_folders_exist_and_may_be_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "plans").mkdir()
+    assert limits_of(Path("~/plans"), [Path("~")]) == ServerLimits(tmp_path / "plans", (tmp_path,))
+    for folder, trusted in ((Path("~/none"), []), (Path("~/plans"), [Path("~/none")])):
+        with pytest.raises(LimitError, match="none is no folder"):
+            limits_of(folder, trusted)
+
+
 def test_python_files_are_of_trusted_folders(limits: ServerLimits, tmp_path: Path) -> None:
     trusted = str(tmp_path / "mine" / "net.py")
     assert limits.model("../mine/net.py:make") == f"{trusted}:make"
