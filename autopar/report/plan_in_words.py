@@ -145,8 +145,9 @@ def _what(shares: Mapping[str, float]) -> str | None:
 def _listed(shares: Mapping[str, float]) -> str:
     """Return shares as ``91% along features, 9% along the sequence``."""
     return ", ".join(
-        f"{share:.0%} {'replicated' if what == NOTHING else f'along {what}'}" for what, share in shares.items() if share >= SHOWN
-    )
+        f"{share:.0%} {'replicated' if what == NOTHING else f'along {what}'}"
+        for what, share in shares.items() if share >= SHOWN
+    )  # fmt: skip
 
 
 def _zero(stages: Sequence[StagePlan], data: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
