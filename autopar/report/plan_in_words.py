@@ -123,13 +123,13 @@ def _terms(
         if what in (BATCH, EXPERTS):
             data.append(name)
 
-    def term(what: str) -> str:
+    def with_notes(what: str) -> str:
         of_axes = [text if axes[what] == 1 else f"{axis}: {text}" for axis, text in notes.get(what, {}).items()]
         return f"{TERMS[what]} {sizes[what]}" + (f" ({'; '.join(of_axes)})" if of_axes else "")
 
-    said = [term(what) for what in TERMS if what in sizes and what != BATCH] + list(pipeline)
+    said = [with_notes(what) for what in TERMS if what in sizes and what != BATCH] + list(pipeline)
     if BATCH in sizes:
-        said.append(term(BATCH))
+        said.append(with_notes(BATCH))
     return said + others + _zero(stages, data, elements)
 
 
@@ -145,8 +145,9 @@ def _what(shares: Mapping[str, float]) -> str | None:
 def _listed(shares: Mapping[str, float]) -> str:
     """Return shares as ``91% along features, 9% along the sequence``."""
     return ", ".join(
-        f"{share:.0%} {'replicated' if what == NOTHING else f'along {what}'}" for what, share in shares.items() if share >= SHOWN
-    )
+        f"{share:.0%} {'replicated' if what == NOTHING else f'along {what}'}"
+        for what, share in shares.items() if share >= SHOWN
+    )  # fmt: skip
 
 
 def _zero(stages: Sequence[StagePlan], data: Sequence[str], sizes: Mapping[str, int]) -> list[str]:

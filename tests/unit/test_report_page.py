@@ -6,6 +6,7 @@ import itertools
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -116,6 +117,18 @@ def test_stages_of_one_device_are_fullest_one_at_a_time(folder: Path) -> None:
     assert max(sum(by_category(plan, group).values()) for group in range(2)) == plan.memory_bytes
     stages = plan.schedule.stages_of_rank[0]
     assert fullest(plan, 0) < sum(plan.stages[s].price.memory_bytes for s in stages)
+
+
+def test_a_plan_of_a_config_needs_no_trust(tmp_path: Path) -> None:
+    """In a process that has loaded no model yet, a plan's ``hf:`` model is known to run no code."""
+    program = (
+        "import pathlib, types\nfrom autopar.cli.common import model_of\n"
+        "document = types.SimpleNamespace(model={'spec': 'hf:none.json'}, precision=None)\n"
+        f"model_of(document, pathlib.Path({str(tmp_path / 'plan.json')!r}), trust=False)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    said = done.stderr.strip().splitlines()[-1]
+    assert "ModelError" in said and "none.json" in said and "neither" not in said and "trust" not in said
 
 
 def test_a_folder_is_no_page(folder: Path) -> None:
