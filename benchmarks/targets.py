@@ -1,6 +1,6 @@
 """What every trainer can express of 12 published clusters: exported, read back, priced again, and what it costs.
 
-    python benchmarks/targets.py                            all cases and trainers, a JSON line each: an hour and more
+    python benchmarks/targets.py                            all cases and trainers: a JSON line each, in an hour
     python benchmarks/targets.py gpt3-64 vit-h-32           these cases
     python benchmarks/targets.py --for megatron gpt3-64     one trainer
     python benchmarks/targets.py --folders out              and keep the exported folders, for make test-targets
@@ -40,8 +40,8 @@ def spec_of(case: str, folder: Path) -> tuple[str, int, int | None]:
     """Write the config of a case's model; return its spec, the rows of a batch and the sequence length."""
     family, shape, _, rows, seq, _, _ = CASES[case]
     config = model_of(family, shape, seq).config
-    model = {"whisper": "WhisperForConditionalGeneration", "vit": "ViTForImageClassification"}
-    config.architectures = config.architectures or [model.get(family) or type(model_of(family, shape, seq)).__name__]
+    model = {"whisper": "WhisperForConditionalGeneration", "vit": "ViTForImageClassification"}.get(family)
+    config.architectures = config.architectures or [model or type(model_of(family, shape, seq)).__name__]
     file = folder / f"{case}.json"
     config.to_json_file(file)
     return f"hf:{file}", rows, None if family in ("vit", "whisper") else seq
@@ -64,8 +64,10 @@ def measure(case: str, names: list[str], folders: Path | None) -> Iterator[dict[
         start = time.process_time()
         own = _own(case, loaded, captured, layouts, folders, names)
         if own is not None and (not names or "autopar" in names):
-            yield {"case": case, "target": "autopar", "layout": own.layout,
-                   "seconds": own.plan.seconds, "GiB": own.plan.memory_bytes / 2**30, "CPU s": round(time.process_time() - start)}  # fmt: skip
+            yield {
+                "case": case, "target": "autopar", "layout": own.layout, "seconds": own.plan.seconds,
+                "GiB": own.plan.memory_bytes / 2**30, "CPU s": round(time.process_time() - start),
+            }  # fmt: skip
         for name, target in targets().items():
             if names and name not in names:
                 continue
@@ -182,11 +184,11 @@ def page(rows: list[dict[str, Any]]) -> str:
     own = {row["case"]: row for row in rows if row["target"] == "autopar"}
     lines = [
         "# What other trainers can express", "",
-        "The fastest layout that each trainer can say of 12 published clusters, priced with the trainer's own software",
+        "The fastest layout that each trainer can say of 12 published clusters, priced with the trainer's software",
         f"(`autopar plan --for TRAINER`, in {POLICY}); *again* is what `autopar price` makes of the exported files;",
         "*restriction* is what the layout takes more than autopar's own plan (searched for its own runtime, priced",
-        "with the trainer's software; negative where the trainer's layout is faster than that plan with this software).",
-        "Made by `python benchmarks/targets.py`, nothing measured. The models are those of `benchmarks/layouts.py`.", "",
+        "with the trainer's software; negative where the trainer's layout is faster than that plan with it). Made by",
+        "`python benchmarks/targets.py`, nothing measured. The models are those of `benchmarks/layouts.py`.", "",
         "| case | trainer | layout | s a step | GiB | again | restriction |", "|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -185,7 +185,7 @@ def of_batch(config: Config, n_devices: int) -> int | None:
     if config.batch is not None:
         return config.batch
     words = config.words
-    size, count = words.get("mbs"), words.get("m") or words.get("gas") or config.microbatches
+    size, count = words.get("mbs"), words.get("m") or words.get("gas")
     if size is None or count is None:
         return None
     each = prod(int((words.get(word) or "1").partition(":")[0]) for word in ("tp", "pp", "cp"))
