@@ -34,8 +34,9 @@ def _heads(layout: Layout, model: ModelFacts) -> str:
     tp = layout.sizes["tp"]
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = model.number(name)
-        # MLA of deepseek_v3 has no heads of keys of its own: n_kv_heads is n_heads
-        if heads and heads % tp and not model.family.startswith("deepseek"):
+        if name == "num_key_value_heads" and model.family.startswith("deepseek"):
+            continue  # MLA has no heads of keys of its own
+        if heads and heads % tp:
             return f"torchtitan cuts heads by tp, which is {tp} and does not divide {name}={heads}; use a divisor"
     if layout.sizes["cp"] > 1 and layout.way != "allgather":
         cp = layout.sizes["cp"]
