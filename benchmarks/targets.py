@@ -1,6 +1,6 @@
 """What every trainer can express of 12 published clusters: exported, read back, priced again, and what it costs.
 
-    python benchmarks/targets.py                            all cases and trainers, a JSON line each (an hour and more)
+    python benchmarks/targets.py                            all cases and trainers, a JSON line each: an hour and more
     python benchmarks/targets.py gpt3-64 vit-h-32           these cases
     python benchmarks/targets.py --for megatron gpt3-64     one trainer
     python benchmarks/targets.py --folders out              and keep the exported folders, for make test-targets
@@ -64,8 +64,8 @@ def measure(case: str, names: list[str], folders: Path | None) -> Iterator[dict[
         start = time.process_time()
         own = _own(case, loaded, captured, layouts, folders, names)
         if own is not None and (not names or "autopar" in names):
-            yield {"case": case, "target": "autopar", "layout": own.layout, "seconds": own.plan.seconds,
-                   "GiB": own.plan.memory_bytes / 2**30, "CPU s": round(time.process_time() - start)}  # fmt: skip
+            yield {"case": case, "target": "autopar", "layout": own.layout,
+                   "seconds": own.plan.seconds, "GiB": own.plan.memory_bytes / 2**30, "CPU s": round(time.process_time() - start)}  # fmt: skip
         for name, target in targets().items():
             if names and name not in names:
                 continue
@@ -184,28 +184,29 @@ def page(rows: list[dict[str, Any]]) -> str:
         "# What other trainers can express", "",
         "The fastest layout that each trainer can say of 12 published clusters, priced with the trainer's own software",
         f"(`autopar plan --for TRAINER`, in {POLICY}); *again* is what `autopar price` makes of the exported files;",
-        "*restriction* is what the layout takes more than autopar's own plan (searched for its own runtime, priced with",
-        "the trainer's software; negative where the trainer's layout is faster than that plan with this software). Made",
-        "by `python benchmarks/targets.py`, nothing measured. The models are those of `benchmarks/layouts.py`.", "",
+        "*restriction* is what the layout takes more than autopar's own plan (searched for its own runtime, priced",
+        "with the trainer's software; negative where the trainer's layout is faster than that plan with this software).",
+        "Made by `python benchmarks/targets.py`, nothing measured. The models are those of `benchmarks/layouts.py`.", "",
         "| case | trainer | layout | s a step | GiB | again | restriction |", "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row["target"] == "autopar":
-            if row["seconds"]:
-                lines.append(f"| {row['case']} | autopar | {row['layout']} | {row['seconds']:.4g} | {row['GiB']:.1f} | | |")
+            lines.append(_cells(row["case"], "autopar", row["layout"], f"{row['seconds']:.4g}", f"{row['GiB']:.1f}"))
             continue
         if "refused" in row:
-            lines.append(f"| {row['case']} | {row['target']} | *{_short(row['refused'])}* | | | | |")
+            lines.append(_cells(row["case"], row["target"], f"*{_short(row['refused'])}*"))
             continue
         again = row.get("again")
         same = f"{again / row['seconds'] - 1:+.2%}" if isinstance(again, float) else _short(str(again or "no file"))
         mine = row.get("own")
         cost = f"{row['seconds'] / mine - 1:+.1%}" if mine and own.get(row["case"]) else ""
-        lines.append(
-            f"| {row['case']} | {row['target']} | `{row['layout']}` | {row['seconds']:.4g} | {row['GiB']:.1f} | {same} | "
-            f"{cost} |"
-        )
+        numbers = f"{row['seconds']:.4g}", f"{row['GiB']:.1f}"
+        lines.append(_cells(row["case"], row["target"], f"`{row['layout']}`", *numbers, same, cost))
     return "\n".join(lines) + "\n"
+
+
+def _cells(*cells: str) -> str:
+    return "| " + " | ".join([*cells, *[""] * (7 - len(cells))]) + " |"
 
 
 def _short(text: str) -> str:

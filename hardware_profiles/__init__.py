@@ -3,7 +3,7 @@
 ===================== =================================================================================================
 :mod:`.model`         devices, links, clusters; :mod:`.abstract`: meshes without devices
 :mod:`.load`          names become devices, links and curves; :mod:`.clusters`: files become clusters
-:mod:`.composed`      clusters of a few words (so many GPUs, so many to a machine)
+:mod:`.composed`      clusters of a few words (so many GPUs, so many to a machine); :mod:`.describing`: files of such
 :mod:`.software`      training software on a cluster, one record each; :mod:`.published_errors`: deviations of
                       predictions from published runs
 :mod:`.usable_memory` memory of a device that a process can use

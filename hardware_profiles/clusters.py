@@ -16,6 +16,7 @@ from .composed import document_named, name_of
 from .errors import MOST_TOLD, ProfileError, UnknownClusterError
 from .load import (
     DATA,
+    DESCRIBE,
     NEW_DEVICE,
     builtin_curves,
     builtin_devices,
@@ -195,7 +196,7 @@ def _advice(name: str, stem: str) -> str:
         return unknown_device(of_devices[2], builtin_devices())
     forms = "most also as -xN; 64xH100-SXM-80GB/8 of any device; local-x4 for processes on this machine"
     if near := near_names(stem, list_clusters(), CLOSE_CLUSTER):
-        return f"{near} ({forms}; a file ends in .toml or .json)"
+        return f"{near} ({forms}; a file ends in .toml or .json; {DESCRIBE})"
     return f"no known name is like it ('autopar clusters' lists them; {forms}); for other hardware, {NEW_DEVICE}"
 
 

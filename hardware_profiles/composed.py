@@ -36,7 +36,7 @@ def document_named(name: str) -> Document | None:
     if match is None:
         return None
     n, per_node = int(match["n"]), int(match["per_node"])
-    return _document(device_of(match["gpu"]), n, per_node, match["inside"] or "", match["between"] or "", name)
+    return cluster_document(device_of(match["gpu"]), n, per_node, match["inside"] or "", match["between"] or "", name)
 
 
 def name_of(gpu: str, n_devices: int, per_node: int | None, inside: str, between: str) -> str:
@@ -76,7 +76,7 @@ def _usual_machine(device: Device, n_devices: int) -> int:
     return n_devices // nodes
 
 
-def _document(device: Device, n: int, per_node: int, inside: str, between: str, where: str) -> Document:
+def cluster_document(device: Device, n: int, per_node: int, inside: str, between: str, where: str) -> Document:
     """Return the document of a cluster, as :func:`hardware_profiles.build_cluster` reads it."""
     if not 1 <= n <= MOST_DEVICES or n % per_node:
         raise ProfileError(where, [f"{n} devices do not fill machines of {per_node}: give a multiple, {MOST_DEVICES:,} "

@@ -201,19 +201,30 @@ def unknown_device(name: str, known: Mapping[str, Device]) -> str:
     ``TPU-v4``, and a ``B100`` is no B300.
     """
     if hint := near_names(name, known):
-        return f"unknown device '{shortened(name)}': {hint}"
+        return f"unknown device '{shortened(name)}': {hint} For another one, {DESCRIBE}"
     return f"unknown device '{shortened(name)}', and none has a name like it: {NEW_DEVICE}"
 
 
 def near_names(name: str, known: Iterable[str], cutoff: float | None = None) -> str:
     """Return ``did you mean ...?`` with the names that are close (:func:`unknown_device`); empty if none is."""
     low = {each.lower(): each for each in known}
-    near = {low[each] for each in difflib.get_close_matches(name.lower(), low, n=1, cutoff=cutoff or CLOSE_NAME)}
+    close = difflib.get_close_matches(name.lower(), low, n=1, cutoff=cutoff or CLOSE_NAME)
+    near = {low[each] for each in close if not _is_another_product(name, each)}
     near = near or {each for each in low.values() if _chips(name) & _chips(each)}
     near |= {each for each in low.values() if name and each.lower().startswith(name.lower())}
     one_of = "" if len(near) == 1 else "one of "
     listed = f"'{min(near)}'" if len(near) == 1 else ", ".join(sorted(near)[:MOST_NAMES])
     return f"did you mean {one_of}{listed}?" if near else ""
+
+
+def _is_another_product(name: str, known: str) -> bool:
+    """Return whether two names are those of two products: a ``dgx-b400`` is no mistyped ``dgx-b300``.
+
+    They have another digit or another letter; a character more or less, or a letter for a digit, is mistyped.
+    """
+    words, others = (re.findall(r"[a-z]+\d+", each.lower()) for each in (name, known))
+    pairs = [(a, b) for a, b in zip(words, others) if a != b and len(a) == len(b)]
+    return any(all(x.isdigit() == y.isdigit() for x, y in zip(a, b)) for a, b in pairs)
 
 
 def _chips(name: str) -> set[str]:
@@ -226,7 +237,8 @@ def _chips(name: str) -> set[str]:
 CLOSE_NAME = 0.9
 """Least similarity of a mistyped device name."""
 MOST_NAMES = 6
-NEW_DEVICE = """describe it in a .toml file, from its data sheet in SI units:
+DESCRIBE = "'autopar clusters new' writes a cluster file for any device and network"
+NEW_DEVICE = """describe it ('autopar clusters new' asks for its numbers) in a .toml file, in SI units:
     [devices.NAME]
     memory_bytes = 80e9                  # and its rate:
     memory_bytes_per_second = 3.35e12

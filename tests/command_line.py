@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from json_answers import held_to_its_schema
 from unit.test_cli import MODEL
 
 from autopar.cli import main
@@ -21,6 +22,7 @@ def command(*words: object) -> tuple[int, str, str]:
     with mock.patch.object(sys, "argv", ["autopar", *map(str, words)]), pytest.raises(SystemExit) as end:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             main()
+    held_to_its_schema(list(map(str, words)), out.getvalue())
     return int(end.value.code or 0), out.getvalue(), err.getvalue()
 
 

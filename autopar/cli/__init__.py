@@ -10,9 +10,12 @@
 :mod:`.explain`   ``explain``; :mod:`.explain_cut`: of the cut at which a stage begins
 :mod:`.inspect`   ``inspect``, what was captured
 :mod:`.run`       ``run``; :mod:`.simulate`: ``simulate``; :mod:`.launch`: ``launch``, scripts for torchrun and Slurm
-:mod:`.profiling` ``profile``; :mod:`.hardware`: ``devices`` and ``clusters``
+:mod:`.profiling` ``profile``; :mod:`.hardware`: ``devices`` and ``clusters``; :mod:`.new_cluster`: ``clusters new``
+:mod:`.reshard`   ``reshard``, weights from one plan's layout to another's
 :mod:`.common`    what commands share; :mod:`.terminal`: consoles that no text can steer; :mod:`.output_files`: files
-                  that commands write; :mod:`.stopping`: commands that are ended from outside, or by a model's code
+                  that commands write; :mod:`.stopping`: commands that are ended from outside, or by a model's code;
+                  :mod:`.exit_codes`: how commands end; :mod:`.answers` and :mod:`.schemas`: what they print
+                  with ``--json``
 ================= =====================================================================================================
 """
 
@@ -20,8 +23,8 @@ from __future__ import annotations
 
 import gc
 import io
-import signal
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -40,12 +43,14 @@ from autopar.cli import (
     price,
     profiling,
     report,
+    reshard,
     run,
     show,
     simulate,
     verify,
 )
 from autopar.cli.common import err, print_error
+from autopar.cli.exit_codes import DEFECT, EPILOG, INTERRUPTED, MENDABLE, TERMINATED, end, end_as
 from autopar.cli.stopping import terminated_as_interrupted, to_its_end
 from autopar.errors import AutoparError
 from hardware_profiles.errors import ProfileError
@@ -59,6 +64,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EPILOG,
 )
 
 
@@ -82,28 +88,36 @@ for name, command in (
     ("check", check.check), ("show", show.show), ("explain", explain.explain),
     ("report", report.report), ("memory", memory.memory), ("diff", show.diff),
     ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run), ("simulate", simulate.simulate),
-    ("devices", hardware.devices), ("clusters", hardware.clusters), ("profile", profiling.profile),
-    ("launch", launch.launch),
+    ("devices", hardware.devices), ("profile", profiling.profile), ("launch", launch.launch),
+    ("reshard", reshard.reshard),
 ):  # fmt: skip
-    app.command(name)(to_its_end(command))
+    app.command(name, epilog=EPILOG)(to_its_end(command))
+app.add_typer(hardware.clusters_app)
 
 
 def main() -> None:
     """Run a command of the command line; errors that a user can cause are one paragraph and exit code 2.
 
-    SIGTERM ends a command as Ctrl-C does: a search returns the best plan that it found so far.
+    SIGTERM ends a command as Ctrl-C does: a search returns the best plan that it found so far. The exit codes are those
+    of :mod:`.exit_codes`.
     """
     try:
         with terminated_as_interrupted() as was_terminated:
             app()
     except (AutoparError, ProfileError) as error:
         print_error(error)
-        sys.exit(2)
+        end(MENDABLE, type(error).__name__, str(error), getattr(error, "failures", ()))
     except (KeyboardInterrupt, SystemExit) as stop:  # typer converts KeyboardInterrupt to SystemExit
-        if isinstance(stop, SystemExit) and stop.code != 130:
-            raise
-        err().print("terminated" if was_terminated() else "interrupted")
-        sys.exit(128 + signal.SIGTERM if was_terminated() else 130)
+        if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
+            end_as(stop)
+        word = "terminated" if was_terminated() else "interrupted"
+        err().print(word)
+        end(TERMINATED if was_terminated() else INTERRUPTED, word.capitalize(), f"the command was {word}")
+    except Exception as error:
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {error}"
+        err().print("error: this is a defect of autopar; please report it with the lines above", soft_wrap=True)
+        end(DEFECT, "Defect", said)
 
 
 def start() -> None:

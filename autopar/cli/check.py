@@ -72,7 +72,8 @@ def check(path: PlanPath, model: ModelOption = None, trust: Trust = False, as_js
     fullest, fullest_said = max(most, key=lambda counted: counted[0].n_bytes, default=(None, 0))
     if as_json:
         counted = {} if fullest is None else {"peak_bytes": fullest.n_bytes, "peak_at": fullest.at}
-        print_json({"certified": all(r.ok for r in reports), "stages": [_as_json(r) for r in reports], **counted})
+        stages = [_as_json(r) for r in reports]
+        print_json({"certified": all(r.ok for r in reports), "stages": stages, **counted}, "check")
     else:
         _show(plan.stages, reports)
         if fullest is not None:
@@ -100,11 +101,12 @@ def _as_json(report: Report) -> Facts:
 
 
 def _show(stages: tuple[StagePlan, ...], reports: list[Report]) -> None:
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
 
-    table = Table(title="what the plan claims, and what its program does", title_justify="left")
+    table = Table(title="what the plan claims, and what its program does")
     for name in ("stage", "seconds", "counted", "state", "counted", "activations", "counted", "collectives"):
-        table.add_column(name, justify="left" if name in ("stage", "collectives") else "right")
+        text = name in ("stage", "collectives")
+        table.add_column(name, justify="left" if text else "right", below=name == "collectives")
     for number, (stage, report) in enumerate(zip(stages, reports, strict=True)):
         claimed, counted = stage.price, report.price
         kinds = (f"{n} {kind} over {axis}" for (axis, kind), n in sorted(report.collectives.items()))

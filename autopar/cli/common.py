@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import math
 import os
 import re
 import sys
@@ -22,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from autopar.cli.answers import print_json as print_json
 from autopar.cli.terminal import err as err
 from autopar.cli.terminal import out as out
 from autopar.cli.terminal import styled as styled
@@ -111,23 +110,6 @@ class UsageError(AutoparError):
 
 class UntrustedModelError(ModelError):
     """A plan file that names Python code which the user has not allowed to run."""
-
-
-def print_json(value: object) -> None:
-    """Print a value as JSON on standard output; infinite numbers become null."""
-
-    def plain(v: object) -> object:
-        if dataclasses.is_dataclass(v) and not isinstance(v, type):
-            v = dataclasses.asdict(v)
-        if isinstance(v, dict):
-            return {str(k): plain(x) for k, x in v.items()}
-        if isinstance(v, (list, tuple)):
-            return [plain(x) for x in v]
-        if isinstance(v, float) and not math.isfinite(v):
-            return None
-        return v
-
-    sys.stdout.write(json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager
@@ -319,6 +301,7 @@ def model_of(
 
 def spec_of(document: Document, path: Path, model: str | None, *, trust: bool) -> tuple[str, Path | None]:
     """Return the spec of a plan file's model, and the folder in which its relative path starts."""
+    import autopar.frontends.models  # noqa: F401  (registers the prefixes of specs)
     from autopar.frontends import runs_code
 
     spec = model if model is not None else (document.model or {}).get("spec")

@@ -117,7 +117,7 @@ def _explain_op(
             print_ops(part, stage, results, labels, top, f", stage {number}" if len(plan.stages) > 1 else "")
     best = None if wanted is None else _instead(replanner, in_stage, wanted, limit)
     if as_json:
-        print_json({"ops": facts, "instead": best})
+        print_json({"ops": facts, "instead": best}, "explain")
     elif best is not None:
         _print_instead(best)
 

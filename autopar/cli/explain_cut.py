@@ -30,7 +30,7 @@ def explain_cut(captured: Captured, replanner: Replanner, stage: str, as_json: b
         "backward_seconds": sum(e["backward_seconds"] for e in seconds), "instead": others,
     }  # fmt: skip
     if as_json:
-        print_json({**facts, "cut": cut})
+        print_json({**facts, "cut": cut}, "explain-cut")
         return
     console = out()
     console.print(styled("stage {} begins at [bold]{}[/bold]", number, cut["begins_at"]))

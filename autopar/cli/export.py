@@ -68,7 +68,7 @@ def export(
     files = {**written.files, **launchers(made, written), RECORD: _record(path, made, written, cost)}
     _write(output, files)
     if as_json:
-        print_json({**json.loads(files[RECORD]), "folder": str(output), "files": sorted(files)})
+        print_json({**json.loads(files[RECORD]), "folder": str(output), "files": sorted(files)}, "export")
         return
     for line in _answer(output, made, written, cost):
         out().print(line, markup=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,6 +25,7 @@ from autopar.report import Facts
 
 if TYPE_CHECKING:
     from autopar.planner.layouts.pricing import PricedLayout, PricedLayouts
+    from autopar.report.alternatives import BesidePlan
     from hardware_profiles.published_errors import ErrorBand
 
 MOST_TRIED = 8
@@ -85,7 +87,7 @@ def fits(
         others = [] if found.fits else nearby(of_model, cluster, found)
     band = error_band(hardware)
     if as_json:
-        print_json(_facts(found, band, others))
+        print_json(_facts(found, band, others), "fits")
     else:
         for line in answer(found, band, others):
             out().print(line, markup=False, soft_wrap=True)
@@ -93,17 +95,41 @@ def fits(
         raise typer.Exit(1)
 
 
-def nearby(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[PricedLayout]:
-    """Price layouts near one that does not fit, the nearest first, and return those that fit."""
-    fitting = []
+@dataclass(frozen=True)
+class Nearby:
+    """A layout near the one that was asked about: its price, or why it is impossible."""
+
+    text: str
+    found: PricedLayout | None
+    error: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """It is possible, and every device has the memory."""
+        return self.found is not None and self.found.fits
+
+    def beside(self) -> BesidePlan:
+        """Return it with the reason for or against it."""
+        from autopar.plans.lacking_memory import lacking_memory
+        from autopar.report.alternatives import BesidePlan
+
+        if self.found is None:
+            return BesidePlan(self.text, None, None, f"impossible: {self.error}", error=self.error)
+        lacking = lacking_memory(self.found.plan, self.found.memory_bytes, self.found.limit_bytes)
+        left = show_bytes(self.found.limit_bytes - self.found.memory_bytes)
+        reason = f"fits, {left} left" if lacking is None else lacking.text
+        return BesidePlan(self.text, self.found.seconds, self.found.memory_bytes, reason, lacking)
+
+
+def nearby(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[Nearby]:
+    """Price layouts near one that does not fit, the nearest first."""
+    tried = []
     for text in smaller(found.layout.text)[:MOST_TRIED]:
         try:
-            other = layouts.price(cluster, text)
-        except AutoparError:  # rows that do not divide, nothing to recompute: no way out
-            continue
-        if other.fits:
-            fitting.append(other)
-    return fitting
+            tried.append(Nearby(text, layouts.price(cluster, text)))
+        except AutoparError as error:  # rows that do not divide, nothing to recompute
+            tried.append(Nearby(text, None, str(error)))
+    return tried
 
 
 def smaller(text: str) -> list[str]:
@@ -139,8 +165,10 @@ def _changed(words: dict[str, str], way: dict[str, str | None]) -> str:
     return ",".join(word if not value else f"{word}={value}" for word, value in merged.items() if value is not None)
 
 
-def answer(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayout]) -> list[str]:
+def answer(found: PricedLayout, band: ErrorBand | None, others: list[Nearby]) -> list[str]:
     """Return the answer as lines of text."""
+    from autopar.plans.lacking_memory import lacking_memory
+
     layout, pinned = found.layout, found.pinned
     over = found.memory_bytes - found.limit_bytes
     side = f"{show_bytes(over)} too much" if over > 0 else f"{show_bytes(-over)} left"
@@ -149,19 +177,27 @@ def answer(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayou
         f"{show_bytes(found.limit_bytes)} that the fullest device may fill, {side}; a step takes "
         f"{show_seconds(found.seconds)}"
     ]
+    lacking = lacking_memory(found.plan, found.memory_bytes, found.limit_bytes)
+    if lacking is not None:
+        lines.append(f"  {lacking.text}: they are {show_bytes(lacking.largest_bytes)} of it")
     lines += [f"  {note}" for note in pinned.notes]
     lines.append("  " + certainty(found, band))
     if found.fits:
         return lines
     for other in others:
-        lines.append(
-            f"  fits: {other.layout.text}: {show_bytes(other.memory_bytes)}, {show_seconds(other.seconds)} a step"
-        )
-    if not others:
+        if other.found is not None and other.fits:
+            lines.append(
+                f"  fits: {other.text}: {show_bytes(other.found.memory_bytes)}, "
+                f"{show_seconds(other.found.seconds)} a step"
+            )
+    if not any(other.fits for other in others):
         lines.append(
             "  none of the layouts near it fits (smaller microbatches, recompute=full, zero=3): use more devices, a "
             "larger tp or pp, or devices with more memory"
         )
+    for other in others:
+        if other.found is not None and not other.fits:
+            lines.append(f"  {other.text}: {other.beside().reason}")
     lines.append("  offload to the host's memory is not supported")
     return lines
 
@@ -179,14 +215,19 @@ def certainty(found: PricedLayout, band: ErrorBand | None) -> str:
     return f"{known}: far enough from the limit"
 
 
-def _facts(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayout]) -> Facts:
+def _facts(found: PricedLayout, band: ErrorBand | None, others: list[Nearby]) -> Facts:
     """Return the answer as values for JSON."""
+    from autopar.plans.lacking_memory import lacking_memory
+    from autopar.report.alternatives import ranked
+
     return {
         "like": found.layout.text, "fits": found.fits, "runs": found.pinned.runs, "memory_bytes": found.memory_bytes,
         "limit_bytes": found.limit_bytes, "over_bytes": found.memory_bytes - found.limit_bytes,
         "seconds": found.seconds, "error_band": band, "notes": list(found.pinned.notes),
+        "refused": lacking_memory(found.plan, found.memory_bytes, found.limit_bytes),
         "would_do": [
-            {"like": other.layout.text, "memory_bytes": other.memory_bytes, "seconds": other.seconds}
-            for other in others
+            {"like": other.text, "memory_bytes": other.found.memory_bytes, "seconds": other.found.seconds}
+            for other in others if other.found is not None and other.fits
         ],
+        "alternatives": ranked([other.beside() for other in others]),
     }  # fmt: skip

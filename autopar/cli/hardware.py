@@ -1,14 +1,18 @@
-"""``autopar devices`` and ``autopar clusters``: the built-in hardware profiles."""
+"""``autopar devices`` and ``autopar clusters``: hardware profiles, those that are there and new ones."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from typer.core import TyperGroup
 
 from autopar.cli.common import Json, out, print_json
+from autopar.cli.exit_codes import EPILOG
+from autopar.cli.new_cluster import new
+from autopar.cli.stopping import to_its_end
 from autopar.report import Facts
+from autopar.report.fitted_tables import Table
 
 
 def devices(as_json: Json = False) -> None:
@@ -25,27 +29,30 @@ def devices(as_json: Json = False) -> None:
     usable = usable_memory()
     profiles = [load_device(name) for name in list_devices()]
     if as_json:
-        print_json(
-            [
-                {
-                    "name": d.name, "memory_bytes": d.memory_bytes,
-                    "memory_bytes_per_second": d.memory_bytes_per_second, "peak_flops": dict(d.peak_flops),
-                    "launch_seconds": d.launch_seconds, "usable_bytes": usable.get(d.name),
-                    "power_watts": d.power_watts, "link": d.link or None, "domain": d.domain,
-                    "host_link": d.host_link or None, "sources": dict(d.sources),
-                }
-                for d in profiles
-            ]
-        )  # fmt: skip
+        rows = [
+            {
+                "name": d.name, "memory_bytes": d.memory_bytes,
+                "memory_bytes_per_second": d.memory_bytes_per_second, "peak_flops": dict(d.peak_flops),
+                "launch_seconds": d.launch_seconds, "usable_bytes": usable.get(d.name),
+                "power_watts": d.power_watts, "link": d.link or None, "domain": d.domain,
+                "host_link": d.host_link or None, "sources": dict(d.sources),
+            }
+            for d in profiles
+        ]  # fmt: skip
+        print_json({"devices": rows}, "devices")
         return
     dtypes = "bfloat16", "float32", "float8"
-    table = Table("device", "memory", "bandwidth", *dtypes, "power", "link", "curves", header_style="bold")
+    table = Table("device")
+    for name in ("memory GB", "bandwidth GB/s", *(f"{dtype} TFLOP/s" for dtype in dtypes), "power W"):
+        table.add_column(name, justify="right")
+    table.add_column("link", below=1)
+    table.add_column("curves", below=2)
     for d in profiles:
-        rates = [f"{d.peak_flops[t] / 1e12:.4g} TFLOP/s" if t in d.peak_flops else "-" for t in dtypes]
+        rates = [f"{d.peak_flops[t] / 1e12:.4g}" if t in d.peak_flops else "-" for t in dtypes]
         family = d.sources.get("efficiency", "own")
         table.add_row(
-            d.name, f"{d.memory_bytes / 1e9:.4g} GB", f"{d.memory_bytes_per_second / 1e9:.4g} GB/s", *rates,
-            f"{d.power_watts:g} W" if d.power_watts else "-", f"{d.link} x {d.domain}" if d.link else "-",
+            d.name, f"{d.memory_bytes / 1e9:.4g}", f"{d.memory_bytes_per_second / 1e9:.4g}", *rates,
+            f"{d.power_watts:g}" if d.power_watts else "-", f"{d.link} x {d.domain}" if d.link else "-",
             family.partition("inherits from ")[2].partition(";")[0] or "own",
         )  # fmt: skip
     out().print(table)
@@ -75,18 +82,44 @@ def clusters(
             {"name": c.name, "devices": c.n_devices, "nodes": c.n_nodes, "kinds": kinds, "description": c.description}
         )
     if as_json:
-        print_json(rows)
+        print_json({"clusters": rows}, "clusters")
     elif names:
         for c in listed:
             out().print(c.describe(), markup=False)
     else:
-        table = Table("cluster", "devices", "nodes", "kind", "description", header_style="bold")
+        table = Table("cluster")
+        for name in ("devices", "nodes"):
+            table.add_column(name, justify="right")
+        table.add_column("kind")
+        table.add_column("description", below=1, named=False)
         for row in rows:
             kinds_text = ", ".join(f"{n} x {k}" for k, n in row["kinds"].items())
             table.add_row(row["name"], str(row["devices"]), str(row["nodes"]), kinds_text, row["description"])
         out().print(table)
         title = "trainers: --as NAME, or 'CLUSTER as NAME'"
-        trainers = Table("trainer", "factor", "description", header_style="bold", title=title)
+        trainers = Table("trainer", title=title, title_style="bold")
+        trainers.add_column("factor", justify="right")
+        trainers.add_column("description", below=1, named=False)
         for record in software().values():
             trainers.add_row(record.name, f"{record.factor:.3g}", record.description)
         out().print(trainers)
+
+
+class ListsByDefault(TyperGroup):
+    """A group of commands whose words are those of ``list`` unless they begin with another command's name."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Put the name of the default command in front of words that begin with no command."""
+        if not args or args[0] not in (*self.commands, "-h", "--help"):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+clusters_app = typer.Typer(
+    name="clusters", cls=ListsByDefault, rich_markup_mode="rich", epilog=EPILOG,
+    help="List the built-in clusters, describe some ('autopar clusters NAME'), or write the file of your own "
+    "('autopar clusters new').\n\nExamples: autopar clusters; autopar clusters dgx-h100-x8 my.toml --json; autopar "
+    "clusters new --gpu A100-SXM-40GB --nodes 4 --network 200Gb/s -o my.toml",
+)  # fmt: skip
+clusters_app.command("list", epilog=EPILOG)(to_its_end(clusters))
+clusters_app.command("new", epilog=EPILOG)(to_its_end(new))

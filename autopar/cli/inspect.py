@@ -27,8 +27,8 @@ from autopar.cli.common import (
 if TYPE_CHECKING:
     from autopar.capture.passes import PassRun
 
-MOST_PLACES = 6
-"""Lines with branches that are listed."""
+MOST_PLACES, MOST_RULES = 6, 3
+"""Lines with branches, and rules of an operator, that are listed."""
 
 
 def inspect(
@@ -149,22 +149,21 @@ def inspect(
     if graph_text:
         facts["graph"] = str(graph).splitlines()
     if as_json:
-        print_json(facts)
+        print_json(facts, "inspect")
     else:
         _print(facts)
 
 
 def _print_passes(runs: Sequence[PassRun], dump_after: str | None, as_json: bool) -> None:
     """Print the passes that ran, or the program behind one of them."""
-    from rich.table import Table
-
     from autopar.capture.passes import passes, summary
+    from autopar.report.fitted_tables import Table
 
     rows = summary(runs)
-    if dump_after:
-        dumped = next((run for run in rows if run.name == dump_after), None)
-        if dumped is None:
-            raise UsageError(f"pass '{dump_after}' did not run; leave out --skip-pass {dump_after}")
+    dumped = next((run for run in rows if run.name == dump_after), None)
+    if dump_after and dumped is None:
+        raise UsageError(f"pass '{dump_after}' did not run; leave out --skip-pass {dump_after}")
+    if dumped is not None and not as_json:
         print(dumped.dump)
         return
     records = {p.name: p for p in passes()}
@@ -175,9 +174,10 @@ def _print_passes(runs: Sequence[PassRun], dump_after: str | None, as_json: bool
         for run in rows
     ]  # fmt: skip
     if as_json:
-        print_json(facts)
+        print_json({"passes": facts, "program": None if dumped is None else dumped.dump.splitlines()}, "passes")
         return
-    table = Table("pass", "phase", "nodes", "time", "reason", header_style="bold")
+    table = Table("pass", "phase", "nodes", "time")
+    table.add_column("reason", below=1, named=False)
     for run in rows:
         nodes = f"{run.before} -> {run.after}" if run.before != run.after else f"{run.after}, some replaced"
         nodes = nodes if run.changed else "unchanged"
@@ -207,10 +207,10 @@ def _compared(loaded: Any, captured: Any, spec: str) -> list[dict[str, Any]]:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from autopar.errors import first_few
+    from autopar.report.fitted_tables import Table
 
     console = out()
     p = facts["parameters"]
@@ -259,9 +259,10 @@ def _print(facts: dict[str, Any]) -> None:
         for target, row in facts["without rule"].items():
             table.add_row(target, str(row["count"]), Text(row["first"]), Text(f"it {row['why']}" if row["why"] else ""))
         console.print(table)
-    table = Table("op", "count", "rules", header_style="bold")
+    table = Table("op", "count")
+    table.add_column("rules", below=1, named=False)
     for target, row in facts["rules"].items():
-        more = f"\n... {len(row['rules']) - 4} more" if len(row["rules"]) > 4 else ""
+        more = f"\n... {len(row['rules']) - MOST_RULES} more" if len(row["rules"]) > MOST_RULES else ""
         name = f"{target} (discovered)" if row["discovered"] else target
-        table.add_row(name, str(row["count"]), Text("\n".join(row["rules"][:4]) + more))
+        table.add_row(name, str(row["count"]), Text("\n".join(row["rules"][:MOST_RULES]) + more))
     console.print(table)

@@ -85,7 +85,7 @@ def launch(
     for option, file in files.items():
         file.write(texts[option])
     if as_json:
-        print_json(_facts(job, {option: str(file.path) for option, file in files.items()}))
+        print_json(_facts(job, {option: str(file.path) for option, file in files.items()}), "launch")
         return
     printed = next((option for option, given in (("--torchrun", torchrun), ("--slurm", slurm)) if given == "-"), None)
     if printed is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cli.common import out, progress, show_bytes, show_seconds
+from autopar.cli.common import UsageError, out, progress, show_bytes, show_seconds
 from autopar.errors import AutoparError
 from autopar.report import Facts
 
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from autopar.planner.layouts.layout_words import Layout
     from autopar.planner.layouts.pricing import PricedLayout
     from autopar.planner.planning import Outcome
+    from autopar.plans.plan import Plan
     from autopar.plans.request import PlanRequest
+    from autopar.report.alternatives import BesidePlan
     from autopar.report.layouts import LayoutRow
+    from cost_models.schedules import Timeline
     from hardware_profiles import Cluster
 
 
@@ -81,16 +84,6 @@ class Priced:
             f"like {self.text}", self.found.plan, self.found.timeline, self.found.captured.graph, hardware
         )
 
-    def misfit(self) -> str:
-        """Return the excess of memory in words; empty if the layout fits."""
-        if self.found is None or self.found.fits:
-            return ""
-        over = self.found.memory_bytes - self.found.limit_bytes
-        return (
-            f"does not fit: {show_bytes(self.found.memory_bytes)} on the fullest device, {show_bytes(over)} more than "
-            f"its usable {show_bytes(self.found.limit_bytes)}"
-        )
-
     def facts(self, hardware: Cluster, plan: Facts | None) -> Facts:
         """Return the layout as values for JSON; ``plan`` is the document of its plan file."""
         row = self.row(hardware)
@@ -104,6 +97,53 @@ class Priced:
         }  # fmt: skip
 
 
+def check_outputs(output: Path | None, like_output: Path | None, likes: int) -> None:
+    """Refuse a file for the plan of a layout without one layout, and one file for two plans."""
+    if like_output is not None and likes != 1:
+        raise UsageError("--like-output writes the plan of a layout: give one layout with --like")
+    if like_output is not None and output is not None and like_output.resolve() == output.resolve():
+        raise UsageError(f"-o and --like-output both write {output}; give each plan a file of its own")
+
+
+def check_written(like: Priced, path: Path) -> None:
+    """Refuse to write the plan file of a layout that has no plan, or whose plan this model cannot run."""
+    from autopar.errors import PlanError
+
+    if like.found is None:
+        raise PlanError(like.error)
+    if not like.found.pinned.runs:
+        raise PlanError(
+            f"--like {like.text}: {path} would be a plan that this model cannot run: {like.found.pinned.notes[0]}; or "
+            "leave out --like-output, and the layout is priced only"
+        )
+
+
+def alternatives(outcome: Outcome, top: int, likes: Sequence[Priced]) -> list[BesidePlan]:
+    """Return the best ``top`` layouts behind the plan and the requested ones, each with why it is not the plan."""
+    from autopar.plans.lacking_memory import lacking_memory
+    from autopar.report.alternatives import BesidePlan, reason_slower, step_parts
+
+    plan = outcome.plan
+    best = {} if outcome.timeline is None else step_parts(plan, outcome.timeline)
+
+    def slower(other: Plan, timeline: Timeline) -> str:
+        return reason_slower(other.seconds, step_parts(other, timeline) if best else {}, plan.seconds, best)
+
+    others = sorted(outcome.others, key=lambda found: found.plan.seconds)[:top] if top > 1 else []
+    rows = [
+        BesidePlan(f.what, f.seconds, f.plan.memory_bytes, slower(f.plan, f.timeline))
+        for f in others if f.plan.stages != plan.stages or f.plan.schedule != plan.schedule
+    ]  # fmt: skip
+    for like in likes:
+        if like.found is None:
+            rows.append(BesidePlan(like.text, None, None, f"impossible: {like.error}", error=like.error))
+            continue
+        lacking = lacking_memory(like.found.plan, like.found.memory_bytes, like.found.limit_bytes)
+        reason = slower(like.found.plan, like.found.timeline) if lacking is None else lacking.text
+        rows.append(BesidePlan(like.text, like.found.seconds, like.found.memory_bytes, reason, lacking))
+    return rows
+
+
 def show(
     outcome: Outcome, hardware: Cluster, top: int, likes: Sequence[Priced], path: Path | None, like_path: Path | None
 ) -> None:
@@ -111,14 +151,20 @@ def show(
     pinned = [row for like in likes if (row := like.row(hardware)) is not None]
     if top > 1 or likes:
         table(rows_of_layouts(outcome, hardware, top, pinned))
-    for like in likes:
+    rows = alternatives(outcome, top, likes)
+    searched, requested = rows[: len(rows) - len(likes)], rows[len(rows) - len(likes) :]
+    for row in searched:
+        out().print(f"  {row.layout}: {row.reason}", markup=False, soft_wrap=True)
+    for like, row in zip(likes, requested, strict=True):
         if like.found is None:
             out().print(f"  {like.text}: {like.error}", markup=False)
             continue
-        times = like.found.seconds / outcome.plan.seconds
-        of_best = f"{show_seconds(like.found.seconds)} a step, {times:.3f} times the best"
-        out().print(f"  {like.text}: {of_best}", markup=False)
-        for problem in filter(None, [like.misfit(), *like.found.pinned.notes]):
+        times = "" if like.found.fits else f"{like.found.seconds / outcome.plan.seconds:.3f} times the best; "
+        out().print(
+            f"  {like.text}: {show_seconds(like.found.seconds)} a step, {times}{row.reason}", markup=False,
+            soft_wrap=True,
+        )  # fmt: skip
+        for problem in like.found.pinned.notes:
             out().print(f"    {problem}", markup=False)
         if like.found.layout.is_default:
             out().print(
@@ -143,10 +189,10 @@ def rows_of_layouts(outcome: Outcome, hardware: Cluster, top: int, pinned: Seque
 
 def table(rows: list[LayoutRow]) -> None:
     """Return layouts as a table; ``*`` marks those that no faster one beats in memory."""
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
 
     console = out()
-    shown = Table("layout", header_style="bold")
+    shown = Table("layout")
     for name in ("a step", "idle", "memory", "tokens/s", "of peak", "front"):
         shown.add_column(name, justify="right")
     for row in rows:

@@ -125,16 +125,14 @@ def plan(
     from autopar.plans.clusters import as_trainer, profile_of
     from autopar.profiling.measured_load import with_measured_load
     from autopar.progress import heard
+    from autopar.report.alternatives import ranked
     from autopar.rules.experts.expert_load import with_load
     from hardware_profiles import load_cluster
 
     if cluster is None and profile is None:
         raise UsageError("give the cluster to plan for with --cluster (autopar clusters lists them), or a --profile")
     likes = list(like or ())
-    if like_output is not None and len(likes) != 1:
-        raise UsageError("--like-output writes the plan of a layout: give one layout with --like")
-    if like_output is not None and output is not None and like_output.resolve() == output.resolve():
-        raise UsageError(f"-o and --like-output both write {output}; give each plan a file of its own")
+    layouts.check_outputs(output, like_output, len(likes))
     files = {option: OutputFile(path, PLAN, option, force)
              for option, path in (("-o", output), ("--like-output", like_output)) if path is not None}  # fmt: skip
     for file in files.values():
@@ -165,17 +163,18 @@ def plan(
     if (likes or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):
         raise UsageError("--like and --top need a model that returns its loss, and a batch with rows")
     if target is not None:
-        _plan_for(target, loaded, captured, cluster, wanted, files.get("-o"), as_json)
+        note = _precision_note(policy, loaded, captured, hardware)
+        _plan_for(target, loaded, captured, cluster, wanted, files.get("-o"), note, as_json)
         return
     priced = layouts.priced(loaded, captured, cluster, wanted, likes, words)
     if like_output is not None:
-        _check_written(priced[0], like_output)
+        layouts.check_written(priced[0], like_output)
     with progress("planning") as say, heard(say):
         outcome = planning.find(
             loaded.model, captured, lambda: (loaded.args, loaded.kwargs), hardware, hardware.n_devices, wanted,
             cluster, runs=False, say=say,
         )  # fmt: skip
-    policy_note = "" if policy is not None or loaded.precision is None else _policy_of(loaded.precision)
+    policy_note = _precision_note(policy, loaded, captured, hardware)
     outcome, chosen = _noted(outcome, loaded, policy_note), outcome.plan.cluster
     if output is not None:
         files["-o"].write(dumps(*_file(outcome, loaded, captured, chosen, output.parent)))
@@ -186,17 +185,25 @@ def plan(
         files["--like-output"].write(dumps(*described))
     if as_json:
         text = dumps(*_file(outcome, loaded, captured, chosen, output.parent if output else Path()))
-        if not priced:
+        rows = [row.facts(hardware, _plan_of(row, loaded, captured, cluster)) for row in priced]
+        beside = ranked(layouts.alternatives(outcome, top, priced))
+        if priced or top > 1:
+            print_json({**parse_json(text), "layouts": rows, "alternatives": beside}, "plan")
+        else:
             sys.stdout.write(text)
-            return
-        rows = []
-        for row in priced:
-            of_row = dumps(*_file(_as_outcome(row.found), loaded, captured, cluster, Path())) if row.found else "null"
-            rows.append(row.facts(hardware, parse_json(of_row)))
-        print_json({**parse_json(text), "layouts": rows})
     else:
         _summary(outcome, outcome.cluster or hardware, output, top)
         layouts.show(outcome, hardware, top, priced, output, like_output)
+
+
+def _plan_of(like: layouts.Priced, loaded: Loaded, captured: Captured, cluster: str) -> Facts | None:
+    """Return the plan file of a layout as values; None if it has no plan."""
+    from autopar.planfile import dumps
+
+    if like.found is None:
+        return None
+    facts: Facts = parse_json(dumps(*_file(_as_outcome(like.found), loaded, captured, cluster, Path())))
+    return facts
 
 
 def _software_of(target: str, trainer: str | None) -> str:
@@ -211,7 +218,7 @@ def _software_of(target: str, trainer: str | None) -> str:
 
 def _plan_for(
     target: str, loaded: Loaded, captured: Captured, cluster: str, request: PlanRequest, file: OutputFile | None,
-    as_json: bool,
+    note: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Find the fastest layout that a trainer can express, and write its plan."""
     from autopar.planfile import dumps
@@ -219,13 +226,15 @@ def _plan_for(
     search, found = plan_for.search_of(loaded, captured, cluster, request, target)
     own = plan_for.beside_own(loaded, captured, cluster, request, found.best) if request.top > 1 else None
     folder = file.path.parent if file is not None else Path()
-    text = dumps(*_file(_as_outcome(found.best), loaded, captured, cluster, folder))
+    text = dumps(*_file(_noted(_as_outcome(found.best), loaded, note), loaded, captured, cluster, folder))
     if file is not None:
         file.write(text)
     if as_json:
-        print_json({**parse_json(text), **plan_for.facts(search, found, request.top, own)})
+        print_json({**parse_json(text), **plan_for.facts(search, found, request.top, own)}, "plan")
         return
     plan_for.show(found, cluster, request.top, own)
+    if note:
+        out().print(f"  note: {note}", markup=False, soft_wrap=True)
     if file is not None:
         out().print(f"{file.path} has the plan; autopar export {file.path} --to {target} -o FOLDER writes its files",
                     markup=False, soft_wrap=True)  # fmt: skip
@@ -236,19 +245,6 @@ def _as_outcome(found: PricedLayout) -> Outcome:
     from autopar.planner.planning import Outcome
 
     return Outcome(found.plan, found.captured, found.timeline)
-
-
-def _check_written(like: layouts.Priced, path: Path) -> None:
-    """Refuse to write the plan file of a layout that has no plan, or whose plan this model cannot run."""
-    from autopar.errors import PlanError
-
-    if like.found is None:
-        raise PlanError(like.error)
-    if not like.found.pinned.runs:
-        raise PlanError(
-            f"--like {like.text}: {path} would be a plan that this model cannot run: {like.found.pinned.notes[0]}; or "
-            "leave out --like-output, and the layout is priced only"
-        )
 
 
 def _check_kept(chosen: Facts, graph: Graph) -> None:
@@ -292,6 +288,29 @@ def _file(
     if outcome.captured is not captured:
         loaded = replace(loaded, parts=outcome.plan.microbatches)
     return replace(outcome.plan, cluster=cluster_from(cluster, folder)), outcome.captured.graph, loaded.named(folder)
+
+
+def _precision_note(policy: Precision | None, loaded: Loaded, captured: Captured, hardware: Cluster) -> str:
+    """Return what a reader should know of the precision that was not asked for; empty if it was."""
+    from autopar.report.layouts import flops_by_dtype
+    from cost_models.operator_cost import peak_flops
+
+    if policy is not None:
+        return ""
+    if loaded.precision is not None:
+        return _policy_of(loaded.precision)
+    device = hardware.devices[0]
+    times = peak_flops(device, "bfloat16") / peak_flops(device, "float32")
+    if flops_by_dtype(captured.graph).get("float32", 0.0) < 0.5 or times < MANY_TIMES:
+        return ""
+    return (
+        f"float32 throughout, as the model is; {device.name} multiplies bfloat16 {times:.0f} times as fast: "
+        "--precision bf16-mixed computes in it, on float32 masters"
+    )
+
+
+MANY_TIMES = 4.0
+"""So many times faster products in bfloat16 are worth a note."""
 
 
 def _policy_of(precision: Precision) -> str:
@@ -357,13 +376,12 @@ def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -
 
 
 def _of_one_stage(plan: Plan, graph: Graph) -> None:
-    from autopar.report.axes_in_words import axes_in_words, axis_shares
+    from autopar.cli.stages import print_layout
 
     p, console = plan.price, out()
     mesh, seconds = plan.mesh.shown(), show_seconds(p.seconds)
     console.print(styled("[bold]{}[/bold] on {}: {} a step", mesh, plan.cluster, seconds))
-    if cut := axes_in_words(axis_shares(graph, plan)):
-        console.print(f"  {cut}", markup=False)
+    print_layout(graph, plan, "  ")
     console.print(
         f"  compute {show_seconds(p.compute_seconds)}, activation collectives {show_seconds(p.activation_seconds)}, "
         f"parameter collectives {show_seconds(p.parameter_seconds)}"
@@ -374,7 +392,7 @@ def _of_one_stage(plan: Plan, graph: Graph) -> None:
     console.print(
         f"  memory per device {show_bytes(p.memory_bytes)}: parameters {show_bytes(p.parameter_bytes)}, gradients "
         f"{show_bytes(p.gradient_bytes)}, optimizer {show_bytes(p.optimizer_bytes)}, gathered "
-        f"{show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}, "
+        f"copies {show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}, "
         + (
             f"working memory {show_bytes(p.working_bytes)}"
             if p.working_bytes >= 0

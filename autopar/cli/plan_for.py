@@ -121,13 +121,27 @@ def cost_lines(best: PricedLayout, own: RestrictedPlan) -> list[str]:
 
 def facts(search: TargetSearch, found: TargetPlans, top: int, own: RestrictedPlan | None) -> Facts:
     """Return the layouts of a trainer and the cost of its restrictions as values for JSON."""
-    return {
+    from autopar.plans.lacking_memory import lacking_memory
+    from autopar.report.alternatives import BesidePlan, ranked, reason_slower, step_parts
+
+    best = found.best
+    parts = step_parts(best.plan, best.timeline)
+    rows = [
+        BesidePlan(
+            each.layout.text, each.seconds, each.memory_bytes,
+            reason_slower(each.seconds, step_parts(each.plan, each.timeline), best.seconds, parts),
+        ) for each in found.fitting[1:top]
+    ]  # fmt: skip
+    for each in found.refused:
+        priced = each.found
+        lacking = None if priced is None else lacking_memory(priced.plan, priced.memory_bytes, priced.limit_bytes)
+        if priced is None or lacking is None:
+            rows.append(BesidePlan(each.words, None, None, f"impossible: {each.reason}", error=each.reason))
+        else:
+            rows.append(BesidePlan(each.words, priced.seconds, priced.memory_bytes, lacking.text, lacking))
+    restriction = {
         "target": search.target.name, "software": search.target.software,
-        "alternatives": [
-            {"layout": each.layout.text, "seconds": each.seconds, "memory_bytes": each.memory_bytes,
-             "limit_bytes": each.limit_bytes, "notes": list(each.pinned.notes)} for each in found.fitting[:top]
-        ],
-        "refused": [{"layout": each.words, "reason": each.reason} for each in found.refused],
         "own_seconds": own.own.plan.seconds if own is not None else None,
         "restrictions": [{"what": each.what, "seconds": each.seconds} for each in own.restrictions] if own else [],
     }  # fmt: skip
+    return {"layouts": [], "alternatives": ranked(rows), "trainer": restriction}

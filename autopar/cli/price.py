@@ -93,7 +93,7 @@ def price(
         found = layouts.price(search.where, words)
         changes = best_changes(search, found)
     if as_json:
-        print_json(_facts(config, target, said, found, changes))
+        print_json(_facts(config, target, said, found, changes), "price")
     else:
         for line in _answer(target, said, found, changes, search):
             out().print(line, markup=False, soft_wrap=True)

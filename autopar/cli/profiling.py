@@ -114,7 +114,7 @@ def profile(
     file.write(documents.dumps(measured))
     report = summary(measured)
     if as_json:
-        print_json({"profile": str(output), **report})
+        print_json({"profile": str(output), **report}, "profile")
         return
     console = out()
     console.print(

@@ -38,8 +38,7 @@ from autopar.plans.prices import bytes_together
 from autopar.report import Facts
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from autopar.report.fitted_tables import Table
     from autopar.words.graph import Graph
 
 
@@ -238,11 +237,11 @@ def _report(result: Facts, cluster: str, as_json: bool) -> None:
     result = {**{key: value for key, value in result.items() if key not in of_rank}, "measured_seconds": median,
               "cluster": cluster}  # fmt: skip
     if as_json:
-        print_json(result)
+        print_json(result, "run")
         return
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
 
-    table = Table("step", "loss", "seconds", header_style="bold")
+    table = Table("step", "loss", "seconds")
     shown = list(enumerate(zip(result["losses"], result["seconds"], strict=True)))
     for k, (loss, seconds) in shown if len(shown) <= 12 else [*shown[:4], *shown[-4:]]:
         if len(shown) > 12 and k == shown[-4][0]:
@@ -263,9 +262,9 @@ def _report(result: Facts, cluster: str, as_json: bool) -> None:
 
 def _table(groups: list[Facts]) -> Table:
     """Return predicted next to measured values: operator kinds of at least 1% of the step, and memory."""
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
 
-    table = Table("group", "what", header_style="bold")
+    table = Table("group", "what")
     for name in ("predicted", "measured", "ratio"):
         table.add_column(name, justify="right")
     for number, group in enumerate(groups):

@@ -101,7 +101,7 @@ def _print_code(graphs: list[Graph], plan: Plan, stage: int | None, as_json: boo
     numbers = range(len(graphs)) if stage is None else [stage]
     texts = {number: lower(graphs[number], plan.stages[number]).code for number in numbers}
     if as_json:
-        print_json({"code": "\n".join(texts.values()), "stages": list(texts.values())})
+        print_json({"code": "\n".join(texts.values()), "stages": list(texts.values())}, "code")
     elif len(texts) == 1:
         print(*texts.values())
     else:
@@ -114,6 +114,7 @@ def _show_stage(
     """Print the ops, parameters and memory of a stage."""
     from autopar.planner.intra_op.building.price import pricer
     from autopar.report import recomputed, rows, tables
+    from autopar.report.block_names import block_title, lists_of
     from autopar.report.coverage import coverage, line
 
     stage = plan.stages[number]
@@ -135,11 +136,16 @@ def _show_stage(
                 **({"waiting": {name: {"tensors": stage.memory[name], "seconds": s} for name, s in waited.items()}}
                    if waited else {}),
                 **({"profile": profiled} if profiled else {}),
-            }
+            },
+            "show",
         )  # fmt: skip
         return
     console = out()
     console.print(_headline(document, number))
+    if len(plan.stages) == 1:
+        from autopar.cli.stages import print_layout
+
+        print_layout(graph, plan)
     if pinned := show_pins(plan.pins):
         console.print(f"requested: {pinned}", markup=False)
     if runs_again := recomputed.runs_again(graph, stage):
@@ -148,8 +154,9 @@ def _show_stage(
     for name, what in recomputed.waits(graph, stage).items():
         extra = f"{DECISIONS[name].said}; {show_seconds(waited[name])} a step, not in the rows below"
         console.print(f"{name} ({extra}): {'; '.join(what)}", markup=False)
+    lists = lists_of(graph)
     for block in blocks:
-        console.print(tables.block_table(block, stage.mesh, show_bytes, show_seconds, every))
+        console.print(tables.block_table(block, stage.mesh, show_bytes, show_seconds, every, block_title(lists, block)))
     console.print(tables.param_table(params, show_bytes, show_seconds))
     console.print(tables.totals_table(rows.totals(stage.price), show_bytes, show_seconds))
     if counts:
@@ -174,7 +181,7 @@ def _headline(document: Document, number: int) -> Text:
 
 def _show_file(document: Document, as_json: bool, why: str) -> None:
     if as_json:
-        print_json({**document.raw, "warning": why})
+        print_json({**document.raw, "warning": why}, "plan")
         return
     from autopar.plans.prices import Price
     from autopar.report import tables
@@ -241,20 +248,21 @@ def _beginning(path: Path) -> str:
 
 
 def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from autopar.plans.clusters import get_cluster
+    from autopar.report.fitted_tables import Table
     from autopar.report.profile_differences import profile_differences
 
     rows, notes = profile_differences(get_cluster(a), get_cluster(b))
     if as_json:
-        print_json({"rows": [{"what": what, "a_seconds": x, "b_seconds": y} for what, x, y in rows], "notes": notes})
+        lines = [{"what": what, "a_seconds": x, "b_seconds": y} for what, x, y in rows]
+        print_json({"rows": lines, "notes": notes}, "diff-profiles")
         return
     console = out()
     for note in notes:
         console.print(note, markup=False)
-    table = Table("what", str(a), str(b), "ratio", header_style="bold")
+    table = Table("what", str(a), str(b), "ratio")
     for what, x, y in rows:
         table.add_row(Text(what), show_seconds(x), show_seconds(y), f"{y / x:.2f}" if x else "-")
     console.print(table)
@@ -262,7 +270,8 @@ def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
 
 def _print_diff(a: Path, b: Path, rows: list[Row], as_json: bool, alike: bool) -> None:
     if as_json:
-        print_json([{"what": what, "a": x, "b": y} for what, x, y in rows])
+        differences = [{"what": what, "a": x, "b": y} for what, x, y in rows]
+        print_json({"differences": differences, "same_model": alike}, "diff")
         return
     console = out()
     if not alike:
@@ -270,10 +279,13 @@ def _print_diff(a: Path, b: Path, rows: list[Row], as_json: bool, alike: bool) -
     if not rows:
         console.print("the plans are the same")
         return
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table("what", str(a), str(b), header_style="bold")
+    from autopar.report.fitted_tables import Table
+
+    table = Table("what")
+    for path in (a, b):
+        table.add_column(str(path), below=1)
     for what, x, y in rows:
         table.add_row(Text(what), *(Text(_cell(what, v)) for v in (x, y)))
     console.print(table)

@@ -9,15 +9,16 @@ from autopar.report import Facts
 from autopar.words.meshes import Mesh
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from autopar.capture import Captured
     from autopar.plans.plan import Plan
+    from autopar.report.fitted_tables import Table
+    from autopar.words.graph import Graph
     from cost_models.schedules import Timeline
     from hardware_profiles import Cluster
 
 WIDEST = 400
 """Most columns of a grid that is printed."""
+GATHERED = "gathered: whole copies of sharded parameters, held while operators use them"
 
 
 def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster) -> Facts:
@@ -47,7 +48,7 @@ def describe(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
 
     facts = facts_of(captured, plan, timeline, cluster)
     if as_json:
-        print_json({**facts, **more})
+        print_json({**facts, **more}, "simulate")
         return
     console, stages = out(), facts["stages"]
     groups = facts["groups"]
@@ -58,10 +59,7 @@ def describe(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
     )
     if pins := show_pins(plan.pins):
         console.print(f"requested: {pins}", markup=False)
-    if facts["axes"]:
-        from autopar.report.axes_in_words import axes_in_words
-
-        console.print(axes_in_words(facts["axes"]), markup=False)
+    print_layout(captured.graph, plan)
     console.print(times_table(stages))
     console.print(memory_table(stages))
     text = grid(timeline)
@@ -82,11 +80,29 @@ def describe(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
             console.print(f"  {note}", markup=False)
 
 
+def print_layout(graph: Graph, plan: Plan, indent: str = "") -> None:
+    """Print a plan in the terms of trainers, what each mesh axis shards, and the layout of each part of the model."""
+    from autopar.report.axes_in_words import AxisUse, axes_in_words
+    from autopar.report.parts import layout_of_parts
+    from autopar.report.plan_in_words import plan_in_words
+
+    console, use = out(), AxisUse(graph)
+    console.print(styled("{}[bold]{}[/bold]", indent, plan_in_words(graph, plan, use)))
+    if cut := axes_in_words(use.shares(plan.stages)):
+        console.print(f"{indent}{cut}", markup=False)
+    for part in layout_of_parts(graph, plan, use):
+        where = f" in {part.stages}" if part.stages else ""
+        console.print(f"{indent}  {part.name} ({part.share:.0%} of the FLOPs){where}: {part.layout}", markup=False)
+
+
 def times_table(stages: list[Facts]) -> Table:
     """Return a table of the stages' places and seconds of a microbatch."""
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
 
-    table = Table("stage", "begins at", "devices", "mesh", header_style="bold")
+    table = Table("stage")
+    table.add_column("begins at", below=2, named=False)
+    table.add_column("devices")
+    table.add_column("mesh", below=1)
     for name in ("forward", "backward: inputs", "weights", "once a step", "in flight"):
         table.add_column(name, justify="right")
     for s in stages:
@@ -100,12 +116,12 @@ def times_table(stages: list[Facts]) -> Table:
 
 def memory_table(stages: list[Facts]) -> Table:
     """Return a table of the memory of one device of each stage."""
-    from rich.table import Table
+    from autopar.report.fitted_tables import Table
 
     parts = ("parameter", "gradient", "optimizer", "gathered")
-    table = Table("stage", header_style="bold")
+    table = Table("stage", caption=GATHERED if any(s["gathered_bytes"] for s in stages) else None)
     for name in ("parameters", "gradients", "optimizer", "gathered", "activations", "working", "sum", "limit"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", below=name in ("parameters", "gradients", "optimizer"))
     for s in stages:
         again = s["activation_bytes"] - s["in_flight"] * s["microbatch_bytes"]
         kept = f"{s['in_flight']} x {show_bytes(s['microbatch_bytes'])}" + (f" + {show_bytes(again)}" if again else "")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -12,7 +14,7 @@ from rich.text import Text
 from autopar.words.texts import printable
 
 WIDE = 150
-"""Columns of an output that is not a terminal."""
+"""Columns of an output that is not a terminal, unless the environment variable COLUMNS says how many."""
 _HOLE = "\ue000"
 """Placeholder of a value in a template: a private-use character of Unicode."""
 
@@ -27,6 +29,11 @@ class Terminal(Console):
         """Yield the segments; only those that rich itself makes control the terminal."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more where nobody reads, as behind ``| head``."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def styled(template: str, *values: object) -> Text:
@@ -47,9 +54,17 @@ def styled(template: str, *values: object) -> Text:
 
 def out() -> Console:
     """Return the console of standard output, for tables."""
-    return Terminal(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False, soft_wrap=False)
+    return Terminal(width=_width(sys.stdout), highlight=False, markup=False, soft_wrap=False)
 
 
 def err() -> Console:
     """Return the console of standard error, for progress and errors."""
-    return Terminal(file=sys.stderr, width=None if sys.stderr.isatty() else WIDE, highlight=False, markup=False)
+    return Terminal(file=sys.stderr, width=_width(sys.stderr), highlight=False, markup=False)
+
+
+def _width(stream: TextIO) -> int | None:
+    """Return the columns of an output; None lets rich ask the terminal."""
+    if stream.isatty():
+        return None
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and 20 <= int(columns) <= 1000 else WIDE

@@ -124,7 +124,7 @@ def _report(differences: Sequence[Difference], where: str, as_json: bool) -> Non
     """Print the rows; exit with code 1 if rounding does not explain a difference."""
     rows: list[Facts] = [{**asdict(d), "worst": d.worst, "ok": d.fine} for d in differences]
     if as_json:
-        print_json(rows)
+        print_json({"ok": all(r["ok"] for r in rows), "plans": rows}, "verify")
     else:
         _print(rows, where)
     if not all(r["ok"] for r in rows):
@@ -281,12 +281,11 @@ def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: PyTree, kwarg
 
 
 def _print(rows: list[Facts], where: str) -> None:
-    from rich.table import Table
-
     from autopar.comparison.program_vs_eager import OF_ONE_DEVICE
+    from autopar.report.fitted_tables import Table
 
     title = f"worst relative difference to one device, {where}"
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=title)
     for name in ("plan", "loss", "gradients", "worst in", "weights", "worst in", ""):
         table.add_column(name)
     for r in rows:

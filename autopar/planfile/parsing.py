@@ -27,9 +27,10 @@ from hardware_profiles.strict import Unreadable, is_there, parse_count, parse_js
 KEYS: dict[str, type] = {
     "autopar_plan": int, "model": dict, "fingerprint": str, "cluster": str, "optimizer": str, "seconds": float,
     "pins": dict, "schedule": list, "stages": list, "notes": list, "layouts": list, "checksum": str,
+    "schema": str, "alternatives": list, "trainer": dict,
 }  # fmt: skip
-OPTIONAL = {"model", "seconds", "pins", "notes", "checksum", "layouts"}
-"""Optional keys; ``layouts``, of ``autopar plan --json --like``, is ignored."""
+OPTIONAL = {"model", "seconds", "pins", "notes", "checksum", "layouts", "schema", "alternatives", "trainer"}
+"""Optional keys; the last four, of ``autopar plan --json``, are ignored."""
 STAGE_KEYS: dict[str, type] = {
     "first": str, "devices": list, "mesh": str, "fingerprint": str, "in_flight": int, "ops": dict, "params": dict,
     "buffers": dict, "inputs": dict, "outputs": list, "routes": dict, "memory": dict,

@@ -6,9 +6,12 @@ The plan
 :mod:`.plan`             every decision: stages, schedule, stage edges; :mod:`.plan_table`: its table in a notebook
 :mod:`.device_groups`    where its stages run; :mod:`.stage_graphs`: a graph cut into their graphs
 :mod:`.transfer`         transfers between stages: which rank sends which shard to which rank
+:mod:`.moving`           parameters from one plan's layout to another's; :mod:`.moving_cost`: bytes, seconds and
+                         memory of that
 :mod:`.memory_decisions` decisions about memory between forward and backward; :mod:`.regather`: the tensors that are
                          regathered, recomputed or given up
-:mod:`.prices`           predicted cost of a stage: seconds and bytes
+:mod:`.prices`           predicted cost of a stage: seconds and bytes; :mod:`.lacking_memory`: bytes that a device
+                         has not
 ======================== ==============================================================================================
 
 The request

@@ -171,7 +171,7 @@ def _builtin_of(device: str) -> str:
 def _ask() -> str:
     return (
         f"pass cluster= with a name ({', '.join(list_clusters())}) or the path of a file that describes these machines "
-        "and what joins them"
+        "and what joins them ('autopar clusters new' writes one)"
     )
 
 

@@ -7,12 +7,12 @@ cuts in another.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from autopar.capture.batch_factor import inputs_with_rows
 from autopar.planner.layouts.dim_classes import DimClasses
 from autopar.planner.layouts.operator_cuts import OperatorCuts
-from autopar.plans.plan import Plan
+from autopar.plans.plan import Plan, StagePlan
 from autopar.rules.experts.expert_block import BLOCK, TRAVEL
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block
@@ -26,31 +26,53 @@ SHOWN = 0.005
 """Least share of the work that is named."""
 
 
-def axis_shares(graph: Graph, plan: Plan) -> dict[str, dict[str, float]]:
-    """Return what each axis shards, as shares of the floating-point operations of products and attention.
+Shares = dict[str, dict[str, float]]
+"""By axis, ``tensor=4``: the shares of :data:`BATCH`, :data:`SEQUENCE`, :data:`FEATURES`, :data:`EXPERTS` and
+:data:`NOTHING` (every rank of the axis computes the same)."""
 
-    By axis, ``tensor=4``, these are the shares of :data:`BATCH`, :data:`SEQUENCE`, :data:`FEATURES`, :data:`EXPERTS`
-    and :data:`NOTHING` (every rank of the axis computes the same). ``graph`` is of one microbatch.
+
+class AxisUse:
+    """What mesh axes shard, as shares of the floating-point operations of products and attention.
+
+    ``graph`` is the whole model's, of one microbatch.
     """
-    rules = rules_of(graph)
-    of_inputs = [node.out.shape[0] for _, node in graph.of_kind("input") if node.out.shape]
-    rows = inputs_with_rows(graph, int(of_inputs[0])).rows if of_inputs else frozenset()
-    cuts = OperatorCuts(DimClasses(graph, rules, rows), "")
-    work: dict[str, Counter[str]] = {}
-    for stage in plan.stages:
-        for name, options in stage.ops.items():
-            i = graph.index.get(name)
-            rule = rules[i] if i is not None else None
-            if i is None or rule is None or rule.kind not in COMPUTE_KINDS:
-                continue
-            for option, (axis, size) in zip(options, stage.mesh, strict=True):
-                if size > 1:
-                    what = _cut(cuts, i, rule, option)
-                    work.setdefault(f"{axis}={size}", Counter())[what] += rule.flops_at({})  # type: ignore[assignment]
-    return {
-        axis: {what: n / total for what, n in of_axis.most_common()}
-        for axis, of_axis in work.items() if (total := sum(of_axis.values()))
-    }  # fmt: skip
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.rules = graph, rules_of(graph)
+        of_inputs = [node.out.shape[0] for _, node in graph.of_kind("input") if node.out.shape]
+        rows = inputs_with_rows(graph, int(of_inputs[0])).rows if of_inputs else frozenset()
+        self.cuts = OperatorCuts(DimClasses(graph, self.rules, rows), "")
+
+    def flops(self, name: str) -> float:
+        """Return the floating-point operations of a product or attention; 0 for other operators."""
+        i = self.graph.index.get(name)
+        rule = self.rules[i] if i is not None else None
+        return rule.flops_at({}) if rule is not None and rule.kind in COMPUTE_KINDS else 0.0
+
+    def shares(self, stages: Iterable[StagePlan], only: Container[str] | None = None) -> Shares:
+        """Return the shares of some stages; ``only`` counts the operators of these names."""
+        work: dict[str, Counter[str]] = {}
+        for stage in stages:
+            for name, options in stage.ops.items():
+                flops = self.flops(name) if only is None or name in only else 0.0
+                if not flops:
+                    continue
+                i = self.graph.index[name]
+                rule = self.rules[i]
+                assert rule is not None
+                for option, (axis, size) in zip(options, stage.mesh, strict=True):
+                    if size > 1:
+                        what = _cut(self.cuts, i, rule, option)
+                        work.setdefault(f"{axis}={size}", Counter())[what] += flops  # type: ignore[assignment]
+        return {
+            axis: {what: n / total for what, n in of_axis.most_common()}
+            for axis, of_axis in work.items() if (total := sum(of_axis.values()))
+        }  # fmt: skip
+
+
+def axis_shares(graph: Graph, plan: Plan) -> Shares:
+    """Return what each axis of a plan shards; ``graph`` is the whole model's, of one microbatch."""
+    return AxisUse(graph).shares(plan.stages)
 
 
 def _cut(cuts: OperatorCuts, i: int, rule: Rule, option: str) -> str:

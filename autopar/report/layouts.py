@@ -28,6 +28,8 @@ class LayoutRow:
         tokens_per_second: elements of the largest integer input of a step; rows of the batch if there is none.
         utilisation: share of the devices' peak used by the model's own contractions, without recomputation.
         on_front: no other row is faster with as little memory.
+        devices: number of devices that compute.
+        words: the layout in the terms of trainers; empty if nobody asked for them.
     """
 
     what: str
@@ -37,6 +39,8 @@ class LayoutRow:
     tokens_per_second: float
     utilisation: float
     on_front: bool = False
+    devices: int = 1
+    words: str = ""
 
 
 def layout_row(what: str, plan: Plan, timeline: Timeline, graph: Graph, cluster: Cluster) -> LayoutRow:
@@ -48,7 +52,9 @@ def layout_row(what: str, plan: Plan, timeline: Timeline, graph: Graph, cluster:
     peak = sum(n * sum(peak_flops(make, dtype) * share for dtype, share in shares.items()) for make, n in makes.items())
     used = flops / (plan.seconds * peak) if plan.seconds and peak else 0.0
     tokens = m * tokens_of(graph) / plan.seconds
-    return LayoutRow(what, plan.seconds, timeline.bubble_fraction, plan.memory_bytes, tokens, used)
+    return LayoutRow(
+        what, plan.seconds, timeline.bubble_fraction, plan.memory_bytes, tokens, used, devices=len(devices)
+    )
 
 
 def model_flops(graph: Graph) -> float:

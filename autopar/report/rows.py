@@ -231,7 +231,7 @@ def _common(graph: Graph, block: Sequence[int]) -> str:
             if len(path) >= depth:
                 counts[".".join(path[:depth])] = counts.get(".".join(path[:depth]), 0) + 1
         name, n = max(counts.items(), key=lambda e: e[1])
-        if n < 0.75 * len(paths):
+        if n < 0.75 * len(paths) and not name.rpartition(".")[2].isdecimal():  # copies may begin within a block
             break
         best = name
     return best

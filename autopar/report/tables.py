@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rich.table import Table
 from rich.text import Text
 
 from autopar.report import Facts
+from autopar.report.fitted_tables import Table
 from autopar.report.rows import BlockRows, Collective, ParamRow
 from autopar.report.why import Alternative
 from autopar.words.meshes import Mesh
@@ -19,17 +19,18 @@ SHORT = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter
          "all_to_all": "all-to-all"}  # fmt: skip
 
 
-def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Show, every: bool = False) -> Table:
+def block_table(
+    block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Show, every: bool = False, title: str = ""
+) -> Table:
     """Return a block as a table of its ops; ``every`` includes views."""
-    title = block.name or "outside of blocks"
-    table = Table(title=f"{title} (x {block.count})" if block.count > 1 else title, title_justify="left",
-                  header_style="bold", title_style="bold")  # fmt: skip
-    table.add_column("op", overflow="fold", min_width=20)
-    table.add_column("rule", overflow="fold")
+    title = title or block.name or "outside of blocks"
+    table = Table(title=f"{title} (x {block.count})" if block.count > 1 else title, title_style="bold")
+    table.add_column("op")
+    table.add_column("rule", below=3)
     for axis, size in mesh:
         table.add_column(f"{axis}={size}")
-    for name in ("in", "out", "collectives"):
-        table.add_column(name, overflow="fold")
+    for name, below in (("in", 2), ("out", 0), ("collectives", 1)):
+        table.add_column(name, below=below)
     table.add_column("bytes", justify="right")
     table.add_column("seconds", justify="right")
     shown = [row for row in block.ops if every or row.moves]
@@ -68,10 +69,10 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
 
 def param_table(rows: Sequence[ParamRow], show_bytes: Show, show_seconds: Show) -> Table:
     """Return a table of parameters with their stored and used placements."""
-    table = Table(title="parameters", title_justify="left", header_style="bold", title_style="bold")
-    table.add_column("name", overflow="fold")
+    table = Table(title="parameters", title_style="bold")
+    table.add_column("name")
     for name in ("shape", "stored", "used", "lifetime", "collectives"):
-        table.add_column(name)
+        table.add_column(name, below=name == "collectives")
     table.add_column("bytes per rank", justify="right")
     table.add_column("seconds", justify="right")
     for r in rows:
@@ -85,7 +86,7 @@ def param_table(rows: Sequence[ParamRow], show_bytes: Show, show_seconds: Show) 
 
 def totals_table(totals: Mapping[str, Mapping[str, float]], show_bytes: Show, show_seconds: Show) -> Table:
     """Return memory and time of a step next to each other."""
-    table = Table(title="one step on one rank", title_justify="left", header_style="bold", title_style="bold")
+    table = Table(title="one step on one rank", title_style="bold")
     for name in ("memory", "bytes", "time", "seconds"):
         table.add_column(name, justify="right" if name in ("bytes", "seconds") else "left")
     memory = [(k, show_bytes(v)) for k, v in totals["bytes"].items()]
@@ -97,7 +98,7 @@ def totals_table(totals: Mapping[str, Mapping[str, float]], show_bytes: Show, sh
 
 def alternatives_table(rows: Sequence[Alternative], mesh: Mesh, show_bytes: Show, show_seconds: Show) -> Table:
     """Return the strategies of one op, the chosen one marked."""
-    table = Table("", *(f"{axis}={size}" for axis, size in mesh), header_style="bold")
+    table = Table("", *(f"{axis}={size}" for axis, size in mesh))
     for name in ("compute", "reshard", "parameters", "sum", "state"):
         table.add_column(name, justify="right")
     for r in rows:
@@ -112,12 +113,10 @@ def alternatives_table(rows: Sequence[Alternative], mesh: Mesh, show_bytes: Show
 def file_tables(raw: Facts) -> list[Table]:
     """Return ops and parameters by pattern of a plan file, without its model."""
     axes = [part.split("=")[0] for part in raw["mesh"].split(",")]
-    ops = Table("ops", *axes, title="ops by pattern (later lines override)", title_justify="left", header_style="bold",
-                title_style="bold")  # fmt: skip
+    ops = Table("ops", *axes, title="ops by pattern (later lines override)", title_style="bold")
     for pattern, entry in raw["ops"].items():
         ops.add_row(Text(pattern), *(_blank(entry.get(axis, "")) for axis in axes))
-    params = Table("parameters", "stored", "used", "lifetime", title="parameters by pattern", title_justify="left",
-                   header_style="bold", title_style="bold")  # fmt: skip
+    params = Table("parameters", "stored", "used", "lifetime", title="parameters by pattern", title_style="bold")
     for pattern, entry in raw["params"].items():
         params.add_row(Text(pattern), entry["stored"], entry["used"], entry.get("lifetime", "step"))
     return [ops, params]

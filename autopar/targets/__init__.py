@@ -21,12 +21,21 @@ from functools import cache
 from autopar.errors import PlanError, closest
 from autopar.targets.target import Target
 
-__all__ = ["target_named", "targets"]
+__all__ = ["TARGETS", "register", "target_named", "targets"]
+
+TARGETS: dict[str, Target] = {}
+"""Records that were registered, by name."""
+
+
+def register(target: Target) -> Target:
+    """Make a trainer known that is described in a module of one's own, and return its record."""
+    TARGETS[target.name] = target
+    return target
 
 
 @cache
-def targets() -> dict[str, Target]:
-    """Return the records of all trainers by name."""
+def _own() -> dict[str, Target]:
+    """Return the records of autopar's own trainers by name."""
     package = importlib.import_module("autopar.targets.trainers")
     found: dict[str, Target] = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):
@@ -36,8 +45,14 @@ def targets() -> dict[str, Target]:
     return found
 
 
+def targets() -> dict[str, Target]:
+    """Return the records of all trainers by name."""
+    return {**_own(), **TARGETS}
+
+
 def target_named(name: str) -> Target:
     """Return the record of a trainer, or raise a PlanError with the known names."""
-    if name not in targets():
-        raise PlanError(f"no trainer '{name}' is known to export to; {closest(name, targets())}")
-    return targets()[name]
+    known = targets()
+    if name not in known:
+        raise PlanError(f"no trainer '{name}' is known to export to; {closest(name, known)}")
+    return known[name]

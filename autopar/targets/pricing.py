@@ -81,6 +81,8 @@ def layout_words(config: Config, n_devices: int, rows: int, name: str) -> str:
             raise ConfigError(f"{name}: {said} do not divide the cluster's {n_devices} devices; change one of them")
         words["dp"] = str(n_devices // each)
     dp = int(words["dp"] or 1)
+    if "mbs" in words:  # with the batch, it says how many microbatches there are
+        words |= {"m": None, "gas": None}
     if "mbs" not in words and "m" not in words:
         words["m"] = "1"
     elif "mbs" in words and rows % (dp * int(words["mbs"] or 1)):

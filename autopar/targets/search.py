@@ -29,10 +29,14 @@ WORSE = 1.15
 
 @dataclass(frozen=True)
 class Refused:
-    """A layout that is not offered: the trainer cannot say it, or it does not fit."""
+    """A layout that is not offered: the trainer cannot say it, or it does not fit.
+
+    ``found`` is its price if it was priced.
+    """
 
     words: str
     reason: str
+    found: PricedLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,18 @@ class TargetSearch:
         if not best:
             raise InfeasibleError(self._nothing())
         last = self.fitting().index(best[-1]) + 1
-        refused = [Refused(text, reason) for text, reason in self._reasons.items()]
+        refused = [Refused(text, reason, self._too_large(text)) for text, reason in self._reasons.items()]
         return TargetPlans([*best, *self.fitting()[last:]], refused)
 
     def fitting(self) -> list[PricedLayout]:
         """Return the layouts so far that fit, and can be written as far as it was tried, the fastest first."""
         fine = (found for text, found in self._priced.items() if found is not None and text not in self._reasons)
         return sorted(fine, key=lambda found: found.seconds)
+
+    def _too_large(self, text: str) -> PricedLayout | None:
+        """Return a layout that does not fit; None for one that fits, or has no price."""
+        found = self._priced.get(text)
+        return None if found is None or found.fits else found
 
     def written(self, most: int) -> list[PricedLayout]:
         """Return the fastest layouts whose files can be written; of the others the reason is kept."""

@@ -119,11 +119,18 @@ def shapes(target: Target, model: ModelFacts, cluster: Cluster, sequence: int | 
                 kinds.append((tp, pp, cp))
     for tp, pp, cp in sorted(kinds, key=lambda kind: (kind[2], kind[1], kind[0])):
         dp = n_devices // tp // pp // cp
-        sizes = {"tp": str(tp), "pp": str(pp), "cp": str(cp), "dp": str(dp)}
+        sizes = {"tp": str(tp), "pp": str(pp), "cp": _context(target, cp), "dp": str(dp)}
         if tp > 1 and can_say(target, "sp", ""):
             sizes["sp"] = ""
         for ep in _experts(target, model, dp):
             yield {**sizes, "ep": str(ep)}
+
+
+def _context(target: Target, cp: int) -> str:
+    """Return the value of ``cp``, with the way where a trainer has not the default one: ``4:ulysses``."""
+    if cp == 1 or can_say(target, "cp", str(cp)):
+        return str(cp)
+    return next(f"{cp}{way[1:]}" for way in target.words["cp"] or () if way.startswith("*:"))
 
 
 def _contexts(target: Target, left: int, sequence: int | None) -> list[int]:

@@ -140,8 +140,6 @@ class Config:
             target's, such as that of an older release.
         unpriced: fields that change time or memory and that the price does not know, each with why; they are shown.
         ignored: names of known fields that change neither (paths, logging, learning rates).
-        microbatches: microbatches of a step where the file says these and ``mbs`` but not ``batch``, which then is
-            ``mbs`` times this times ``dp``.
     """
 
     words: Mapping[str, str]
@@ -154,7 +152,6 @@ class Config:
     software: str | None = None
     unpriced: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    microbatches: int | None = None
 
 
 def _fine(_layout: Layout, _model: ModelFacts) -> str:

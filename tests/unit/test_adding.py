@@ -12,7 +12,8 @@ import pytest
 
 import autopar.frontends.models
 import autopar.rules  # noqa: F401  (what registers by being imported must have, before an example does)
-from autopar import frontends
+from autopar import frontends, targets
+from autopar.cli.schemas import ANSWERS
 from autopar.plans import memory_decisions
 from autopar.rules import registry
 from cost_models import costs
@@ -37,7 +38,7 @@ EXAMPLES = {heading: blocks for heading, blocks in pages().items() if any(FILE.m
 
 REGISTRIES = (
     registry.RULES, registry.SAMPLES, schedule_kinds.SCHEDULES, frontends.FRONTENDS, costs._CHOOSERS,
-    memory_decisions.DECISIONS, sys.modules,
+    memory_decisions.DECISIONS, targets.TARGETS, ANSWERS, sys.modules,
 )  # fmt: skip
 """Where examples register what they add."""
 
@@ -87,5 +88,5 @@ def test_the_example_runs(
 def test_every_extension_point_has_a_page() -> None:
     assert set(EXAMPLES) == {
         "An operator", "A lowering", "A schedule", "A device, a link, a cluster", "A cost source", "A memory decision",
-        "A frontend",
+        "A frontend", "A trainer",
     }  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from json_answers import held_to_its_schema
 
 from autopar.cli import main
 
@@ -93,7 +94,14 @@ def autopar(*words: str, code: int = 0) -> str:
         with contextlib.redirect_stdout(stdout):
             main()
     assert (end.value.code or 0) == code
+    held_to_its_schema(words, stdout.getvalue())
     return stdout.getvalue()
+
+
+def answer(*words: str) -> dict[str, Any]:
+    """What a command prints with ``--json``."""
+    answered: dict[str, Any] = json.loads(autopar(*words, "--json"))
+    return answered
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +282,7 @@ def test_a_certificate_of_more_than_the_memory_limit_says_so(monkeypatch: pytest
 
 def test_diff() -> None:
     assert "the same" in autopar("diff", "--trust", "plan.json", "plan.json")
-    rows = {r["what"]: r for r in json.loads(autopar("diff", "--trust", "plan.json", "cut.json", "--json"))}
+    rows = {r["what"]: r for r in answer("diff", "--trust", "plan.json", "cut.json")["differences"]}
     assert rows["op layers.*.up:linear"]["b"].endswith("tensor=n")
     assert "price.seconds" in rows
 
@@ -307,13 +315,13 @@ def test_inspect_compares_with_eager_mode() -> None:
 
 
 def test_verify() -> None:
-    rows = json.loads(autopar("verify", "net.py:make", "--mesh", "tensor=2", "--random-plans", "1", "--json"))
+    rows = answer("verify", "net.py:make", "--mesh", "tensor=2", "--random-plans", "1")["plans"]
     assert [r["name"] for r in rows] == ["one device / eager", "plan", "random 0"]
     assert all(r["ok"] for r in rows)
 
 
 def test_verify_a_model_in_bfloat16() -> None:
-    rows = json.loads(autopar("verify", "net.py:half", "--mesh", "data=2,tensor=2", "--random-plans", "3", "--json"))
+    rows = answer("verify", "net.py:half", "--mesh", "data=2,tensor=2", "--random-plans", "3")["plans"]
     assert [r["limit"] for r in rows] == [5e-2, 1e-9, 1e-9, 1e-9, 1e-9]
     assert all(r["ok"] for r in rows)
 
@@ -346,15 +354,15 @@ def test_run_and_verify_with_processes() -> None:
     result = json.loads(autopar("run", "two.json", "--steps", "3", "--json"))
     assert result["losses"] == sorted(result["losses"], reverse=True)
     assert result["predicted_seconds"] > 0
-    rows = json.loads(autopar("verify", "net.py:make", "--mesh", "tensor=2", "--processes", "--json"))
+    rows = answer("verify", "net.py:make", "--mesh", "tensor=2", "--processes")["plans"]
     assert rows[0]["ok"]
     words = ("--plan", "two.json", "--random-plans", "2", "--seed", "3")
-    rows = json.loads(autopar("verify", "net.py:make", "--mesh", "tensor=2", "--processes", *words, "--json"))
+    rows = answer("verify", "net.py:make", "--mesh", "tensor=2", "--processes", *words)["plans"]
     assert [r["name"].split(",")[0] for r in rows] == ["plan", "random 3", "random 4"]
     assert all(r["ok"] for r in rows)
-    rows = json.loads(autopar("verify", "net.py:half", "--mesh", "tensor=2", "--processes", "--json"))
+    rows = answer("verify", "net.py:half", "--mesh", "tensor=2", "--processes")["plans"]
     assert rows[0]["ok"]
-    rows = json.loads(autopar("verify", "net.py:dropout", "--mesh", "data=2", "--processes", "--json"))
+    rows = answer("verify", "net.py:dropout", "--mesh", "data=2", "--processes")["plans"]
     assert rows[0]["ok"]
 
 
@@ -378,9 +386,9 @@ def test_losses_that_microbatches_change_are_noted() -> None:
 
 
 def test_devices_and_clusters() -> None:
-    assert "H100-SXM-80GB" in {d["name"] for d in json.loads(autopar("devices", "--json"))}
-    assert "dgx-h100" in {c["name"] for c in json.loads(autopar("clusters", "--json"))}
-    assert json.loads(autopar("clusters", "dgx-h100-x8", "--json"))[0]["devices"] == 64
+    assert "H100-SXM-80GB" in {d["name"] for d in answer("devices")["devices"]}
+    assert "dgx-h100" in {c["name"] for c in answer("clusters")["clusters"]}
+    assert answer("clusters", "dgx-h100-x8")["clusters"][0]["devices"] == 64
     for command in ("devices", "clusters"):
         assert "H100" in autopar(command)
 
@@ -443,7 +451,8 @@ def test_help_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["plan", "show", "explain", "diff", "inspect", "verify", "run", "devices", "clusters"]
+    "command",
+    ["plan", "show", "explain", "diff", "inspect", "verify", "run", "devices", "clusters", "launch", "reshard"],
 )
 def test_help_has_examples(command: str) -> None:
     text = autopar(command, "--help")

@@ -160,14 +160,14 @@ def test_diff(folder: Path) -> None:
     command(*words, "--stages", 2, "--cut", "layers.0", "-o", folder / "b.json")
     code, out, err = command("diff", "--trust", plan, folder / "b.json", "--json")
     assert code == 0, err
-    rows = {r["what"]: (r["a"], r["b"]) for r in json.loads(out)}
+    rows = {r["what"]: (r["a"], r["b"]) for r in json.loads(out)["differences"]}
     assert rows["schedule"] == ("1f1b", "zb-h1") and rows["microbatches"] == (4, 8)
     assert "earlier" in rows["stage 1 begins at"][1] and rows["asked for"][1].startswith("2 groups; cut at layers.0")
     assert rows["price.seconds"][0] == pytest.approx(json.loads(plan.read_text())["seconds"])
     assert "stage 0 memory_bytes" in rows and "stages" not in rows
     command("plan", folder / "net.py:make", "-c", "local-x2", "--mesh", "tensor=2", "-o", folder / "mesh2.json")
     _, out, _ = command("diff", "--trust", plan, folder / "mesh2.json", "--json")
-    rows = {r["what"]: (r["a"], r["b"]) for r in json.loads(out)}
+    rows = {r["what"]: (r["a"], r["b"]) for r in json.loads(out)["differences"]}
     assert rows["stages"] == (2, 1) and rows["stage 0 mesh"] == ("data=1", "tensor=2")
     assert rows["price.seconds"][1] == pytest.approx(_seconds(folder / "mesh2.json"))
     assert "price.bubble_fraction" in command("diff", "--trust", plan, folder / "b.json")[1]
@@ -192,7 +192,7 @@ def test_a_cluster_file_beside_the_plan(folder: Path) -> None:
 def test_verify(folder: Path) -> None:
     code, out, err = command("verify", folder / "net.py:make", "--plan", folder / "plan.json", "--json")
     assert code == 0, err
-    (row,) = json.loads(out)
+    (row,) = json.loads(out)["plans"]
     assert row["ok"] and row["worst"] < 1e-9
 
 

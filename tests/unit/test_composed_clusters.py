@@ -120,7 +120,7 @@ def test_a_pair_of_a_full_mesh_has_one_of_its_links() -> None:
 
 
 def test_devices_are_listed_with_links_power_and_whose_curves_they_have() -> None:
-    rows = {row["name"]: row for row in json.loads(CliRunner().invoke(app, ["devices", "--json"]).output)}
+    rows = {row["name"]: row for row in json.loads(CliRunner().invoke(app, ["devices", "--json"]).output)["devices"]}
     assert rows["GB200"]["domain"] == 72 and rows["GB200"]["link"] == "nvlink5"
     assert rows["H100-SXM-96GB-HBM2e-500W"]["power_watts"] == 500
     assert rows["MI300X"]["usable_bytes"] == pytest.approx(192 * 2**30, rel=0.01)

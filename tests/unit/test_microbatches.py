@@ -190,7 +190,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     code, out, _ = command("show", plan, "--json", "--trust")
     assert code == 0 and json.loads(out)["microbatches"] == parts
     code, out, _ = command("verify", model, "--plan", plan, "--json")
-    assert code == 0 and json.loads(out)[0]["worst"] < 1e-9
+    assert code == 0 and json.loads(out)["plans"][0]["worst"] < 1e-9
     for text, said in (("5,6", "12 rows cannot be cut into 5"), ("x", "give a number, several"), ("0,2", "1 or more")):
         code, _, err = command(*common, "--microbatches", text)
         assert code != 0 and said in " ".join(err.split()), err

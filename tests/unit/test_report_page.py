@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -9,16 +10,19 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_line import command, plan_all
 
 from autopar.cli.common import opened
 from autopar.report.layouts import LayoutRow, with_front
+from autopar.report.page.block_cards import COLOURS
 from autopar.report.page.gantt import gantt, is_aggregated
 from autopar.report.page.html_page import Subject, html_page
 from autopar.report.page.link_load import link_kinds
-from autopar.report.page.memory_chart import by_category, fullest
+from autopar.report.page.memory_chart import CATEGORIES, by_category, fullest
 from autopar.report.page.seconds_spent import step_parts, tallies
+from autopar.report.page.seconds_table import COLOURS as SECONDS_COLOURS
 from autopar.report.page.tradeoff import THIS, alternatives_section
 from autopar.words.texts import show_bytes, show_seconds
 from cost_models.mesh_links import link_bytes
@@ -160,8 +164,8 @@ def test_alternatives_are_points_and_rows() -> None:
     ])  # fmt: skip
     html = alternatives_section(rows)
     Tags(html)
-    points = re.findall(r'<svg x="([\d.]+)%" y="([\d.]+)%" class="dot (\w+)"', html)
-    assert points == [("0.00", "0.00", "front"), ("50.00", "100.00", "chosen"), ("100.00", "50.00", "beaten")]
+    points = re.findall(r'<svg x="([\d.]+)%" y="([\d.]+)%" class="dot (\w+)(?: picked)?"', html)
+    assert sorted(points) == [("0.00", "0.00", "front"), ("100.00", "50.00", "beaten"), ("50.00", "100.00", "chosen")]
     assert "tp&lt;2&gt;" in html and "<2>" not in html
 
 
@@ -171,7 +175,7 @@ def test_top_searches_again(folder: Path) -> None:
     assert code == 0, err
     page = (folder / "top.html").read_text()
     Tags(page)
-    assert page.count('class="dot ') >= 3 and page.count('class="dot chosen"') == 1
+    assert page.count('class="dot ') >= 3 and page.count('class="dot chosen picked"') == 1
 
 
 def test_a_ring_loads_its_links() -> None:
@@ -182,6 +186,64 @@ def test_a_ring_loads_its_links() -> None:
     assert list(out.values()) == [pytest.approx(1400 + 70)] * 8
 
 
+def oklab(rgb: np.ndarray) -> np.ndarray:
+    """Linear RGB in Oklab, in which equal distances look alike (B. Ottosson, 2020)."""
+    to_cones = [[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
+                [0.0883024619, 0.2817188376, 0.6299787005]]  # fmt: skip
+    to_lab = [[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, -2.4285922050, 0.4505937099],
+              [0.0259040371, 0.7827717662, -0.8086757660]]  # fmt: skip
+    return np.cbrt(np.clip(rgb, 0, None) @ np.transpose(to_cones)) @ np.transpose(to_lab)
+
+
+DEFICIENT = {  # linear RGB as it is seen without one kind of cone (Machado, Oliveira and Fernandes, 2009)
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+LEGENDS = {
+    "time": ("F", "B", "I", "W", "FB", "X", "O", "t-again", "t-slices", "t-beside", "t-optimizer", "t-compute"),
+    "memory": tuple(f"m-{c}" for c in CATEGORIES),
+    "sharding": tuple(kind for kind, _ in COLOURS),
+    "links": tuple(f"l-{k}" for k in range(6)),
+}
+
+
+@pytest.mark.parametrize(("scheme", "card"), [("light", "#ffffff"), ("dark", "#161d26")])
+def test_each_category_has_a_colour_of_its_own(scheme: str, card: str) -> None:
+    """No two on the page share one; those of a legend are far apart, also without one kind of cone; all stand out
+    from the card by WCAG's contrast of 3."""
+    palette = (Path(html_page.__code__.co_filename).parent / "palette.css").read_text()
+    text = palette.split("@media")[0 if scheme == "light" else 1]
+    colours = dict(re.findall(r"\.([\w-]+) \{ --c: (#[0-9a-f]{6}); \}", text))
+    assert set(colours) == {kind for legend in LEGENDS.values() for kind in legend}
+    assert set(SECONDS_COLOURS.values()) - {"idle", "t-later"} <= set(LEGENDS["time"])
+
+    def linear(colour: str) -> np.ndarray:
+        values = np.array([int(colour[k : k + 2], 16) for k in (1, 3, 5)]) / 255
+        return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+    rgb = {kind: linear(colour) for kind, colour in colours.items()}
+    weights = [0.2126, 0.7152, 0.0722]
+    luminance = {kind: float(value @ weights) for kind, value in (rgb | {"card": linear(card)}).items()}
+    for kind in colours:
+        light, dark = sorted((luminance[kind], luminance["card"]), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3, kind
+    for a, b in itertools.combinations(colours, 2):
+        together = any({a, b} <= set(legend) for legend in LEGENDS.values())
+        assert np.linalg.norm(oklab(rgb[a]) - oklab(rgb[b])) >= (0.08 if together else 0.03), (a, b)
+        for kind, matrix in DEFICIENT.items() if together else ():
+            seen = [oklab(np.clip(np.array(matrix) @ rgb[k], 0, 1)) for k in (a, b)]
+            assert np.linalg.norm(seen[0] - seen[1]) >= 0.04, (a, b, kind)
+
+
+def test_the_page_says_what_is_trained(folder: Path) -> None:
+    page = html_page(replace(subject_of(folder, "piped"), kind="Net", amount=1e12, price_per_hour=2.0))
+    title = re.search(r"<title>(.*?)</title>", page)
+    assert title and title[1].startswith("Net, ") and "batch 8, float32, on local-x4" in title[1]
+    assert "PP 2 (zb-h1)" in page and "device-hours for 1T samples" in page and "at 2 for a device-hour" in page
+    assert "layers.0 .. layers" not in page and re.search(r"layers? \d", page)
+
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
 
 
@@ -190,7 +252,10 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chrom
 def test_in_a_browser(folder: Path, scheme: str) -> None:
     """Nothing is wrong on the console, nothing sticks out at the width of a phone or of a desk, all opened; keys move
     along a lane; both colour schemes apply."""
-    page = html_page(subject_of(folder, "piped")).replace("<details ", "<details open ")
+    rows = with_front([LayoutRow(THIS, 2.0, 0.1, 1e9, 1.0, 0.1, devices=4, words="DP 4"),
+                       LayoutRow("another", 1.0, 0.1, 3e9, 1.0, 0.1, devices=4, words="TP 4")])  # fmt: skip
+    subject = replace(subject_of(folder, "piped"), alternatives=rows, by_devices=rows)
+    page = html_page(subject).replace("<details ", "<details open ")
     (folder / "real.html").write_text(page)
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)  # for the test's own script only
     frames = "".join(f'<iframe src="page.html" style="width:{w}px;height:900px"></iframe>' for w in (360, 1280))
@@ -201,6 +266,12 @@ def test_in_a_browser(folder: Path, scheme: str) -> None:
       lane.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
       document.querySelector("[data-zoom='16']").click();
       const wide = document.documentElement;
+      document.querySelector(".dot.front").dispatchEvent(new MouseEvent("click", {bubbles: true}));
+      const facts = [...document.querySelectorAll("[data-pick='layout'] .facts > div")];
+      const shown = facts.filter((of_one) => !of_one.hidden);
+      const cut = [...document.querySelectorAll(".wide")].filter((box) => box.scrollWidth > box.clientWidth + 1);
+      if (shown.length !== 1 || !shown[0].textContent.includes("TP 4")) console.log("not picked", shown.length);
+      if (cut.length) console.log("cut", cut[0].getAttribute("aria-label"));
       console.log("PROBE", wide.clientWidth, wide.scrollWidth, document.getElementById("readout").textContent,
                   "|", getComputedStyle(document.body).backgroundColor);
     });</script></body>"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -16,6 +16,7 @@ from markupsafe import Markup
 from autopar.planner.intra_op.building.price import pricer
 from autopar.plans.plan import Plan, StagePlan
 from autopar.plans.stage_graphs import StageGraph
+from autopar.report.block_names import block_title
 from autopar.report.page.markup import bar, filled, joined, table
 from autopar.report.rows import BlockRows, OpRow, ParamRow, block_rows, param_rows
 from autopar.words.graph import Graph
@@ -79,13 +80,15 @@ def _look(graph: Graph, stage: StagePlan) -> object:
     return stage.mesh, ops, params, reshard_paths, len(stage.recompute), stage.price.seconds
 
 
-def model_section(cards: Sequence[StageCards], plan: Plan, timeline: Timeline) -> Markup:
-    """Return all cards as HTML."""
+def model_section(
+    cards: Sequence[StageCards], plan: Plan, timeline: Timeline, lists: Mapping[str, str]
+) -> Markup:
+    """Return all cards as HTML; ``lists`` are the names of the model's lists of blocks."""
     longest = max((_seconds(b) for c in cards for b in c.blocks), default=0.0)
-    return joined(_stage(card, plan, timeline, longest) for card in cards)
+    return joined(_stage(card, plan, timeline, longest, lists) for card in cards)
 
 
-def _stage(card: StageCards, plan: Plan, timeline: Timeline, longest: float) -> Markup:
+def _stage(card: StageCards, plan: Plan, timeline: Timeline, longest: float, lists: Mapping[str, str]) -> Markup:
     first, n, times = card.numbers[0], len(card.numbers), timeline.times
     facts = f"{card.stage.mesh.shown() or 'one device'}, {_devices(card.stage.devices)}" + (
         f" and {n - 1} more groups or turns" if n > 1 else ""
@@ -94,7 +97,11 @@ def _stage(card: StageCards, plan: Plan, timeline: Timeline, longest: float) -> 
         f"forward {show_seconds(times.forward_seconds[first])}, backward "
         f"{show_seconds(times.backward_seconds[first])} a microbatch"
     )
-    blocks = joined(_block(b, card.stage.mesh, longest) for b in card.blocks)
+    where = f" (in stage {first})" if n > 1 else ""
+    blocks = joined(
+        _block(b, (block_title(lists, b) or "operators outside of modules") + where, card.stage.mesh, longest)
+        for b in card.blocks
+    )
     heading = Markup("") if len(plan.stages) == 1 else filled("<h3>{}</h3>", _stage_words(card.numbers))
     return filled(
         '<section class="stage">{}<p class="muted">{}; {}</p>{}{}</section>', heading, facts, spent, blocks,
@@ -117,21 +124,11 @@ def _devices(devices: Sequence[int]) -> str:
     return f"devices {devices[0]} to {devices[-1]} ({len(devices)})"
 
 
-def _name(block: BlockRows) -> str:
-    """Return what a block's module paths have in common, or the first and the last of them."""
-    if block.name:
-        return block.name
-    modules = [module for op in block.ops if (module := op.label.partition(":")[0])]
-    if not modules:
-        return "the rest"
-    return modules[0] if modules[0] == modules[-1] else f"{modules[0]} .. {modules[-1]}"
-
-
 def _seconds(block: BlockRows) -> float:
     return sum(op.compute_seconds + op.collective_seconds for op in block.ops)
 
 
-def _block(block: BlockRows, mesh: Mesh, longest: float) -> Markup:
+def _block(block: BlockRows, name: str, mesh: Mesh, longest: float) -> Markup:
     compute, moved = (sum(getattr(op, f"{k}_seconds") for op in block.ops) for k in ("compute", "collective"))
     stripes = joined(
         filled('<span class="stripe"><span class="axis-name">{}</span>{}</span>', f"{name}={size}",
@@ -150,11 +147,11 @@ def _block(block: BlockRows, mesh: Mesh, longest: float) -> Markup:
         '</summary><p class="muted">{}; one copy, one microbatch, forward and backward: compute {}, communication '
         '{}.</p>'
         "{}</details>",
-        _name(block), times, stripes,
+        name, times, stripes,
         bar([("t-compute", compute, f"compute {show_seconds(compute)}"),
              ("X", moved, f"communication {show_seconds(moved)}")], max(longest, 1e-30)) if length else "",
         show_seconds(compute + moved), counted, show_seconds(compute), show_seconds(moved),
-        table(heads, rows, numbers=(6, 7), label=f"operators of {_name(block)}"),
+        table(heads, rows, numbers=(6, 7), label=f"operators of {name}"),
     )  # fmt: skip
 
 

@@ -20,15 +20,21 @@ from autopar.plans.plan import Plan
 from autopar.plans.plan_options import pin_words
 from autopar.plans.stage_graphs import StageGraph
 from autopar.report import Facts
+from autopar.report.axes_in_words import AxisUse, axes_in_words
+from autopar.report.block_names import lists_of
 from autopar.report.layouts import LayoutRow, layout_row
 from autopar.report.page.block_cards import COLOURS, model_section, stage_cards
 from autopar.report.page.gantt import gantt, is_aggregated
 from autopar.report.page.link_load import link_kinds, links_section
-from autopar.report.page.markup import bar, legend, table
+from autopar.report.page.markup import legend, table
 from autopar.report.page.memory_chart import CATEGORIES, WORDS, bars, curves
-from autopar.report.page.seconds_spent import AGAIN, BACKWARD, BESIDE, FORWARD, IDLE, LATER, SLICES, step_parts, tallies
-from autopar.report.page.tradeoff import alternatives_section
+from autopar.report.page.seconds_spent import step_parts, tallies
+from autopar.report.page.seconds_table import seconds_table
+from autopar.report.page.tradeoff import Pricing, alternatives_section, devices_section
+from autopar.report.parts import Part, layout_of_parts
+from autopar.report.plan_in_words import plan_in_words
 from autopar.report.stages import share_filled, stage_rows
+from autopar.report.workload import MANY, Workload, cost_of, grouped, short_count, workload_of
 from autopar.words.graph import Graph
 from autopar.words.texts import printable, show_bytes, show_seconds
 from cost_models.schedules import Timeline
@@ -51,6 +57,11 @@ class Subject:
         graph: the graph of the whole model for one microbatch; ``graphs`` are its stages.
         timeline: the timeline of a simulated step.
         alternatives: this layout and others, the fastest first; empty if none were planned.
+        by_devices: this layout and those of other numbers of devices; empty if none were planned.
+        not_planned: numbers of devices for which there is no plan, and why.
+        kind: the class of the model; empty if it is not known.
+        amount: tokens, or samples, whose cost is shown; None for a billion tokens, or a million samples.
+        price_per_hour: of one device; None if nobody said it.
     """
 
     name: str
@@ -60,6 +71,16 @@ class Subject:
     timeline: Timeline
     cluster: Cluster
     alternatives: Sequence[LayoutRow] = ()
+    by_devices: Sequence[LayoutRow] = ()
+    not_planned: Sequence[tuple[int, str]] = ()
+    kind: str = ""
+    amount: float | None = None
+    price_per_hour: float | None = None
+
+    def pricing(self, unit: str) -> Pricing:
+        """Return how layouts are paid for; ``unit`` is what a step trains."""
+        amount = MANY[unit] if self.amount is None else self.amount
+        return Pricing(unit, amount, short_count(amount), self.price_per_hour)
 
 
 def html_page(subject: Subject) -> str:
@@ -70,28 +91,40 @@ def html_page(subject: Subject) -> str:
     spent = step_parts(plan, timeline, of_stages)
     layout = layout_row("", plan, timeline, subject.graph, cluster)
     links = link_kinds(subject.graphs, plan, cluster, of_stages)
-    style, script = _text("page.css"), _text("page.js")
+    use, work = AxisUse(subject.graph), workload_of(subject.graph, plan)
+    pricing = subject.pricing(work.unit)
+    called = subject.kind or subject.name
+    style, script = _text("palette.css") + _text("page.css"), _text("page.js")
     page = _template().render(
-        name=subject.name, plan=plan, cluster=cluster, style=Markup(style), script=Markup(script),
+        called=called, name=subject.name, work=work.words, words=plan_in_words(subject.graph, plan, use),
+        axes=axes_in_words(use.shares(plan.stages)), plan=plan, cluster=cluster,
+        style=Markup(style), script=Markup(script),
         style_hash=_hash(style), script_hash=_hash(script),
-        numbers=_numbers(subject, layout), pins=pin_words(plan.pins),
-        model=model_section(stage_cards(subject.graphs, plan, cluster), plan, timeline), cut_legend=legend(COLOURS),
+        numbers=_numbers(subject, layout, work, pricing), pins=pin_words(plan.pins),
+        parts=_parts_table(layout_of_parts(subject.graph, plan, use)),
+        model=model_section(stage_cards(subject.graphs, plan, cluster), plan, timeline, lists_of(subject.graph)),
+        gathers=any(stage.price.gathered_bytes for stage in plan.stages), cut_legend=legend(COLOURS),
         gantt=gantt(plan, timeline, of_stages), aggregated=is_aggregated(timeline),
         action_legend=legend(_actions_of(timeline)), schedule_text=_schedule_text(plan),
         stages=_stages_table(rows), memory_bars=bars(plan, rows), memory_curves=curves(plan, timeline, rows),
         memory_legend=legend([(f"m-{c}", WORDS[c]) for c in CATEGORIES]),
-        spent=_spent(spent, plan.seconds), links=links_section(links, plan.seconds),
+        spent=seconds_table(spent, plan.seconds), links=links_section(links, plan.seconds),
         abstract=bool(cluster.abstract),
-        alternatives=alternatives_section(subject.alternatives) if len(subject.alternatives) > 1 else None,
+        alternatives=alternatives_section(subject.alternatives, pricing) if len(subject.alternatives) > 1 else None,
+        by_devices=devices_section(subject.by_devices, pricing) if len(subject.by_devices) > 1 else None,
+        not_planned=subject.not_planned,
     )  # fmt: skip
     return printable(page)  # HTML has no way to write an escape character, and an editor or terminal would obey it
 
 
-def _numbers(subject: Subject, layout: LayoutRow) -> list[tuple[str, str, str, object]]:
+def _numbers(
+    subject: Subject, layout: LayoutRow, work: Workload, pricing: Pricing
+) -> list[tuple[str, str, str, object]]:
     """Return the numbers at the top: ``(what, value, words below, exact value)``."""
     plan, timeline = subject.plan, subject.timeline
     groups = plan.schedule.n_ranks
     limit = max(map(share_filled, stage_rows(subject.graph, plan, timeline, subject.cluster)))
+    cost = cost_of(layout, pricing.amount, pricing.price_per_hour)
     full = f"{limit:.0%}" if limit >= 0.01 else "less than 1%"
     return [
         ("a step", show_seconds(plan.seconds), f"{plan.microbatches} microbatches" if plan.microbatches > 1
@@ -101,9 +134,14 @@ def _numbers(subject: Subject, layout: LayoutRow) -> list[tuple[str, str, str, o
          plan.n_devices),
         ("idle", f"{timeline.bubble_fraction:.1%}", f"schedule {plan.schedule.name}", timeline.bubble_fraction),
         ("of peak flops", f"{layout.utilisation:.1%}", "by the model's own contractions", layout.utilisation),
-        ("tokens a second", f"{layout.tokens_per_second:,.0f}", "or rows, where there are none",
+        (f"{work.unit} a second", f"{layout.tokens_per_second:,.0f}", "of all devices together",
          layout.tokens_per_second),
-    ]  # fmt: skip
+        (f"device-hours for {pricing.in_words} {work.unit}", grouped(cost.device_hours), cost.time,
+         cost.device_hours),
+    ] + ([] if cost.money is None else [
+        (f"price of {pricing.in_words} {work.unit}", grouped(cost.money),
+         f"at {pricing.price_per_hour:g} for a device-hour", cost.money),
+    ])  # fmt: skip
 
 
 def _actions_of(timeline: Timeline) -> list[tuple[str, str]]:
@@ -130,26 +168,18 @@ def _stages_table(rows: Sequence[Facts]) -> Markup:
     return table(heads, lines, numbers=(0, 1, *range(3, len(heads))), label="stages")
 
 
-def _spent(parts: dict[str, float], seconds: float) -> Markup:
-    """Return the parts of a step as a bar and as a table, the largest first."""
-    kinds = {
-        FORWARD: "F", BACKWARD: "B", AGAIN: "t-again", SLICES: "t-slices", BESIDE: "t-beside", IDLE: "idle",
-        LATER: "idle",
-    }  # fmt: skip
-    moves = [kind for kind in parts if kind not in kinds]
-    kinds |= {kind: f"x-{k % 6}" for k, kind in enumerate(moves)}
-    order = [kind for kind in kinds if kind in parts]
-    pieces = [(kinds[kind], parts[kind], f"{kind} {show_seconds(parts[kind])}") for kind in order]
+def _parts_table(parts: Sequence[Part]) -> Markup | None:
+    """Return how each part of a model is laid out; None for a model without parts."""
+    if not parts:
+        return None
     rows = [
-        [
-            Markup('<i class="swatch {}"></i>{}').format(kinds[kind], kind), show_seconds(part),
-            f"{part / seconds:.1%}",
-        ] for kind, part in sorted(parts.items(), key=lambda entry: -entry[1])
+        [part.name, short_count(part.parameters), f"{part.share:.1%}", part.stages, part.layout] for part in parts
     ]  # fmt: skip
-    rows.append(["the step", show_seconds(sum(parts.values())), "100%"])
-    return Markup('<div class="tall">{}</div>{}').format(
-        bar(pieces, seconds), table(("what", "seconds", "of the step"), rows, numbers=(1, 2), label="seconds of a step")
-    )
+    heads = ["part", "parameters", "of the FLOPs", "computed by", "laid out as"]
+    if not any(part.stages for part in parts):
+        for row in (heads, *rows):
+            del row[3]
+    return table(heads, rows, numbers=(1, 2), label="parts of the model")
 
 
 MOST_TEXT = 60_000

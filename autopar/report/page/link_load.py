@@ -19,6 +19,8 @@ from cost_models.mesh_links import link_bytes
 from cost_models.reshard_paths import Edge, reshard_path
 from hardware_profiles import Cluster
 
+COLOURS = 6
+"""Colours of what loads a link: at most five axes, and transfers between stages."""
 Loads = defaultdict[str, float]
 """Bytes on a link by their source."""
 
@@ -103,12 +105,12 @@ def _between_stages(
 
 def links_section(kinds: Sequence[LinkKind], seconds: float) -> Markup:
     """Return a row for each kind of link: the utilization of the fullest over a step of `seconds`."""
-    colours = ("l-0", "l-1", "l-2", "l-3")
+    colours = [f"l-{k}" for k in range(COLOURS)]
     axes = sorted({what for kind in kinds for what in kind.by})
     lines = []
     for kind in kinds:
         pieces = [
-            (colours[axes.index(what) % 4], n / kind.bandwidth_bytes_per_second, f"{what}: {show_bytes(n)}")
+            (colours[axes.index(what) % COLOURS], n / kind.bandwidth_bytes_per_second, f"{what}: {show_bytes(n)}")
             for what, n in kind.by.items()
         ]
         share = f"{kind.seconds / seconds:.1%} of the step" if kind.used else "idle"
@@ -127,7 +129,7 @@ def links_section(kinds: Sequence[LinkKind], seconds: float) -> Markup:
         "link", "bandwidth", "latency", "links, each way", "the fullest carries", "mean of those used",
         "at full bandwidth", "of which",
     )  # fmt: skip
-    keys = joined(filled('<li><i class="{}"></i>{}</li>', colours[k % 4], what) for k, what in enumerate(axes))
+    keys = joined(filled('<li><i class="{}"></i>{}</li>', colours[k % COLOURS], what) for k, what in enumerate(axes))
     return filled(
         '<ul class="legend">{}</ul>{}{}', keys, joined(lines),
         table(heads, rows, numbers=(1, 2, 3, 4, 5, 6), label="links"),

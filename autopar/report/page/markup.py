@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup, escape
 
+FEW = 3
+"""Columns up to which a table fits a phone as it is."""
+
 
 def joined(pieces: Iterable[object], between: str = "") -> Markup:
     """Join fragments; those that are no markup yet are escaped."""
@@ -30,16 +33,19 @@ def table(
 
     def row(cells: Sequence[object], tag: str) -> Markup:
         scope = ' scope="col"' if tag == "th" else ""
+        named = tag == "td" and len(heads) > FEW  # on a phone, a row is a list of heads and cells
         return joined(
-            filled(f"<{tag}{scope}{{}}>{{}}</{tag}>", Markup(' class="n"') if k in right else "", cell)
-            for k, cell in enumerate(cells)
-        )
+            filled(
+                f"<{tag}{scope}{{}}{{}}>{{}}</{tag}>", Markup(' class="n"') if k in right else "",
+                filled(' data-head="{}"', heads[k]) if named and heads[k] else "", cell,
+            ) for k, cell in enumerate(cells)
+        )  # fmt: skip
 
     body = joined(filled("<tr>{}</tr>\n", row(cells, "td")) for cells in rows)
     return filled(
-        '<div class="wide" tabindex="0" role="region" aria-label="{}"><table><thead><tr>{}</tr></thead>'
+        '<div class="wide" tabindex="0" role="region" aria-label="{}"><table class="{}"><thead><tr>{}</tr></thead>'
         "<tbody>{}</tbody></table></div>",
-        label, row(heads, "th"), body,
+        label, "few" if len(heads) <= FEW else "many", row(heads, "th"), body,
     )  # fmt: skip
 
 

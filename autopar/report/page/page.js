@@ -53,6 +53,24 @@ for (const lane of document.querySelectorAll("svg[data-lane]")) {
     }
   });
 }
+for (const pick of document.querySelectorAll(".pick")) {
+  const dots = [...pick.querySelectorAll(".dot")];
+  const rows = [...pick.parentElement.querySelectorAll(`[aria-label^="${pick.dataset.pick},"] tbody tr`)];
+  const choose = (k) => {
+    for (const dot of dots) dot.classList.toggle("picked", dot.dataset.k === k);
+    for (const facts of pick.querySelectorAll(".facts > div")) facts.hidden = facts.id !== pick.dataset.pick + "-" + k;
+    rows.forEach((row, at) => row.classList.toggle("picked", String(at) === k));
+  };
+  for (const dot of dots) {
+    dot.addEventListener("click", () => choose(dot.dataset.k));
+    dot.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      choose(dot.dataset.k);
+    });
+  }
+  rows.forEach((row, at) => row.addEventListener("click", () => choose(String(at))));
+}
 const open = (value) => { for (const block of document.querySelectorAll("details.block")) block.open = value; };
 document.getElementById("open-all").addEventListener("click", () => open(true));
 document.getElementById("close-all").addEventListener("click", () => open(false));

@@ -10,31 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from autopar.capture import Captured, capture
-from autopar.frontends import Loaded
+from autopar.capture import capture
 from autopar.frontends.models import load_model
 from autopar.planner.layouts.pricing import PricedLayouts
-from autopar.planner.layouts.stage_starts import blocks_of, lists_of_blocks
 from autopar.plans.clusters import get_cluster
 from autopar.targets import target_named
-from autopar.targets.target import Export, ModelFacts
+from autopar.targets.model_facts import facts_of
+from autopar.targets.space import refusal
+from autopar.targets.target import Export
 from autopar.words.precision import parse_precision
 
 HERE = Path(__file__).resolve().parent
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
-def facts_of(loaded: Loaded, captured: Captured) -> ModelFacts:
-    """Return what trainers ask of a model."""
-    config = loaded.model.config.to_dict() if hasattr(loaded.model, "config") else {}
-    norms = any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in loaded.model.modules())
-    experts = next((int(config[name]) for name in EXPERTS if config.get(name)), 0)
-    return ModelFacts(
-        str(config.get("model_type", "")), config, len(blocks_of(captured.graph)),
-        tuple(lists_of_blocks(captured.graph)), sum(p.numel() for p in loaded.model.parameters()), experts, norms,
-    )  # fmt: skip
 
 
 def export_of(spec: str, case: Mapping[str, Any], software: str, capture_of: dict[object, Any]) -> Export:
@@ -46,7 +32,7 @@ def export_of(spec: str, case: Mapping[str, Any], software: str, capture_of: dic
         loaded = load_model(spec, case["batch"], case["seq"])
         captured = capture(loaded.model, loaded.args, loaded.kwargs, precision=policy)
         layouts = PricedLayouts(loaded.model, captured, (loaded.args, loaded.kwargs))
-        capture_of[key] = loaded, captured, layouts, facts_of(loaded, captured)
+        capture_of[key] = loaded, captured, layouts, facts_of(loaded.model, captured)
     loaded, captured, layouts, facts = capture_of[key]
     priced = layouts.price(name, case["words"])
     optimizer = str(case.get("optimizer", "adamw"))
@@ -68,7 +54,7 @@ def main() -> None:
             file = Path(folder) / f"{case['model']}.json"
             file.write_text(json.dumps(models[case["model"]]))
             export = export_of(f"hf:{file}", case, target.software, kept)
-            refused = target.refuses(export.layout, export.model)
+            refused = refusal(target, export.layout, export.model)
             if refused:
                 raise SystemExit(f"{case['name']}: {refused}")
             written = target.write(export)

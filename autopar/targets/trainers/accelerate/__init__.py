@@ -6,11 +6,11 @@ from autopar.planner.layouts.layout_words import Layout
 from autopar.targets.target import ModelFacts, Target
 from autopar.targets.trainers.accelerate.reading import read, reads
 from autopar.targets.trainers.accelerate.writing import write
-from autopar.targets.trainers.hugging_face.known import is_causal, refuses_tensor
+from autopar.targets.trainers.hugging_face.known import is_causal, known, refuses_tensor
 
 WORDS: dict[str, tuple[str, ...] | None] = {
     "dp": None,  # parallelism_config.py: dp_replicate_size, dp_shard_size
-    "tp": None,  # parallelism_config.py: tp_size, of models that transformers has sharded
+    "tp": None,  # parallelism_config.py: tp_size, of models that transformers has sharded; alone
     "cp": None,  # parallelism_config.py: cp_size, with cp_comm_strategy alltoall (a ring) or allgather
     "zero": ("0", "3"),  # no FSDP: DistributedDataParallel; FSDP2
     "fsdp": None,  # fully_shard; fsdp=8: dp_shard_size=8; fsdp=keep: fsdp_reshard_after_forward: false
@@ -32,9 +32,12 @@ def refuses(layout: Layout, model: ModelFacts) -> str:
     if cp > 1 and not fsdp:  # state.py: cp_size > 1 needs an fsdp_plugin
         return f"cp={cp} with zero={layout.zero}: context parallelism there needs FSDP2; write fsdp"
     if tp > 1 and dp > 1 and not fsdp:  # parallelism_config.py, __post_init__
-        return f"tp={tp} with dp={dp} and zero={layout.zero}: DDP cannot be joined with tensor parallelism; write fsdp"
-    if tp > 1 and fsdp and dp * cp == 1:  # parallelism_config.py, _validate_accelerator
-        return f"tp={tp} with fsdp and dp={dp}: FSDP has no rank to shard over; write zero=0"
+        return f"tp={tp} with dp={dp} and zero={layout.zero}: DDP cannot be joined with tensor parallelism; write tp=1"
+    if tp > 1 and fsdp:  # accelerator.py, _prepare_tp
+        return (
+            f"tp={tp} with fsdp: accelerate 1.15.0 imports ReplicateParallel for it, which transformers "
+            f"{known()['transformers']} has no more; write tp=1"
+        )
     if fsdp and dp * cp == 1:
         return f"fsdp with dp={dp}: there is no rank to shard over; write zero=0"
     if fsdp and layout.shards == 1 and "fsdp=1" in layout.text.replace(" ", "").split(","):

@@ -244,16 +244,23 @@ def _config(
     ignored: tuple[str, ...],
 ) -> Config:  # fmt: skip
     batch = facts.batch
-    if batch is None and devices is not None and facts.rows is not None and facts.microbatches is not None:
+    if devices is not None and facts.rows is not None and facts.microbatches is not None:
         each = int(words.get("tp", "1")) * int(words.get("cp", "1").partition(":")[0])
-        batch = facts.rows * facts.microbatches * (devices // each)
+        made = facts.rows * facts.microbatches * (devices // each)
+        if batch not in (None, made):
+            raise ConfigError(f"run.json: batch: is {batch}, {facts.rows} rows x {facts.microbatches} microbatches x "
+                              f"{devices // each} data ranks are {made}; change one of them")  # fmt: skip
+        batch = made
+    if batch is not None and facts.rows is not None and facts.microbatches is not None:
+        words.setdefault("dp", str(max(1, batch // facts.rows // facts.microbatches)))
+    elif batch is None and facts.rows is not None and facts.microbatches is not None:
+        words["m"] = str(facts.microbatches)  # the batch follows from these and the data ranks
     elif facts.rows is None and batch is None:
         unpriced.append("rows of a microbatch and of a step are not in accelerate's yaml: give --batch, or Trainer "
                         "arguments (training_arguments.json) beside it")  # fmt: skip
     return Config(
         words, batch, facts.sequence, devices, _precision(facts, fsdp, unpriced), facts.optimizer,
         unpriced=tuple(unpriced), ignored=ignored,
-        microbatches=facts.microbatches if batch is None and facts.rows is not None else None,
     )  # fmt: skip
 
 

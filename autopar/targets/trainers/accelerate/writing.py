@@ -51,9 +51,11 @@ def write(export: Export) -> Written:
     if export.model.batch_norms:
         notes.append("batch norms take statistics of the rows of one rank in one microbatch")
     if layout.sizes["tp"] > 1:
-        notes.append("the model has to be loaded sharded, from a checkpoint: from_pretrained(..., distributed_config="
-                     f"DistributedConfig(tp_size={layout.sizes['tp']}))")  # fmt: skip
+        notes.append("transformers cuts the model while it loads it, so that it has to come from a checkpoint; what "
+                     "its plan does not name (often the embedding) is whole, priced as cut")  # fmt: skip
     fill_in = ["batch_of in train.py: your data"]
+    if layout.sizes["tp"] > 1:
+        fill_in.append("checkpoint/: a checkpoint of the model, as save_pretrained writes it")
     if export.cluster.n_nodes > 1:
         fill_in.append("machine_rank and main_process_ip of accelerate.yaml, where accelerate launch starts it")
     if not export.loaded.spec.startswith("hf:"):

@@ -11,7 +11,7 @@ from autopar.targets.trainers.hugging_face.known import is_causal, refuses_tenso
 WORDS: dict[str, tuple[str, ...] | None] = {
     "dp": None,
     "tp": None,  # runtime/tensor_parallel/config.py: autotp_size
-    "cp": None,  # runtime/sequence_parallel/ulysses_sp.py: sequence_parallel_size
+    "cp": ("*:ulysses",),  # runtime/sequence_parallel/ulysses_sp.py: sequence_parallel_size
     "ep": None,  # module_inject/auto_ep_config.py: autoep_size
     "etp": ("1",),  # auto_ep_folding.py: expert_tensor_parallel_size other than 1 is reserved
     "zero": ("0", "1", "2", "3"),  # runtime/zero/config.py: stage

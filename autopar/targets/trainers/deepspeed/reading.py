@@ -101,12 +101,12 @@ def read_sections(
     top.read.update(fields()["sections"])
     ignored, others = top.rest(HARMLESS)
     notes += [f"{name}: the price does not know it" for name in others]
-    if "mbs" in words:
-        words.pop("m", None)
+    if "mbs" in words and batch is not None:
+        words.pop("m", None)  # else the batch follows from both and the data ranks
     return Config(
         words, batch, facts.sequence, devices, precision, optimizer,
         software="deepspeed" if compiled else "deepspeed-eager", unpriced=tuple(notes),
-        ignored=(*facts.ignored, *ignored), microbatches=whole or None if batch is None and "mbs" in words else None,
+        ignored=(*facts.ignored, *ignored),
     )  # fmt: skip
 
 
@@ -238,8 +238,8 @@ def _recompute(top: Section, facts: RunFacts, words: dict[str, str], notes: list
     if facts.recompute == "full":
         words["recompute"] = "full"
     if facts.recompute is None:
-        notes.append("a config of DeepSpeed does not say whether blocks are recomputed: priced without; add "
-                     f"recompute=full, or {ARGUMENTS} with gradient_checkpointing beside it")  # fmt: skip
+        notes.append("a config of DeepSpeed does not say whether blocks are recomputed: priced without; put "
+                     f"{ARGUMENTS} with gradient_checkpointing beside it where they are")  # fmt: skip
     for name in ("cpu_checkpointing", "partition_activations"):
         if section.flag(name):
             notes.append(f"{section.named(name)}: priced as kept whole on the device: memory is an upper bound")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.targets.target import Target
 from autopar.targets.trainers.megatron.layouts import refuses
+from autopar.targets.trainers.megatron.reading import read, reads
 from autopar.targets.trainers.megatron.writing import write
 
 TARGET = Target(
@@ -20,5 +21,7 @@ TARGET = Target(
     },
     refuses=refuses,
     write=write,
+    reads=reads,
+    read=read,
     environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},  # validate_args asks for it on GPUs before Blackwell
 )  # fmt: skip

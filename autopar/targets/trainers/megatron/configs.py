@@ -10,6 +10,9 @@ from autopar.targets.trainers.megatron.precisions import precision_of
 from autopar.targets.trainers.megatron.stage_texts import stages_of_text
 
 OVERLAPPED, PLAIN = "megatron-2023", "megatron-2023-plain"
+OF_2021 = ("--checkpoint-activations", "--checkpoint-num-layers", "--activations-checkpoint-method", "--DDP-impl",
+           "--distribute-checkpointed-activations", "--layernorm-epsilon", "--min-scale")  # fmt: skip
+"""Options that only releases before Megatron-Core had (tags v1.0 to v2.6)."""
 SIZES = {
     "hidden_size": ("--hidden-size",), "num_hidden_layers": ("--num-layers", "--encoder-num-layers"),
     "num_attention_heads": ("--num-attention-heads",), "intermediate_size": ("--ffn-hidden-size",),
@@ -25,7 +28,10 @@ RECOMPUTED = {
     "layernorm": "input_layernorm+post_attention_layernorm",
 }  # fmt: skip
 """Modules of a block that ``--recompute-modules`` names; ``core_attn`` is a kernel that keeps nothing inside."""
-FSDP = {"no_shard": {"zero": "0"}, "optim": {"zero": "1"}, "optim_grads": {"zero": "1"}, "optim_grads_params": {"fsdp": ""}}
+FSDP = {
+    "no_shard": {"zero": "0"}, "optim": {"zero": "1"}, "optim_grads": {"zero": "1"}, "optim_grads_params": {"fsdp": ""},
+}  # fmt: skip
+"""Words of ``--data-parallel-sharding-strategy`` of Megatron-FSDP."""
 
 
 def config_of(options: Options, devices: int | None, software: str | None = None) -> Config:
@@ -54,8 +60,11 @@ def config_of(options: Options, devices: int | None, software: str | None = None
     unpriced = [*options.unpriced, *_dispatch(options)]
     ignored: list[str] = []
     software = software or _software(options, words)
+    if software not in (OVERLAPPED, PLAIN):
+        options.has("--tp-comm-overlap")  # NeMo's software has it
     for name in options.values.keys() - options.read:
-        why = effect(name)
+        off = options.values[name] and set(options.values[name]) <= {"0", "0.0", "none", "False"}
+        why = "" if off else effect(name)
         shown = options.names.get(name, name)
         unpriced += [f"{shown}: {why}"] if why else []
         ignored += [] if why else [shown]
@@ -72,8 +81,10 @@ def _model(options: Options) -> dict[str, int]:
         number = next((n for n in (options.number(option) for option in choices) if n is not None), None)
         if number is not None:
             found[name] = number
-    if options.has("--group-query-attention") and options.has("--num-query-groups"):
-        found["num_key_value_heads"] = options.number("--num-query-groups") or 1
+    groups = "--num-query-groups"
+    grouped = options.has("--group-query-attention") or groups in options.names  # a field says it by itself
+    if options.has(groups) and grouped:
+        found["num_key_value_heads"] = options.number(groups) or 1
     size = options.number("--moe-ffn-hidden-size")
     if size is not None:
         found["moe_intermediate_size"] = size
@@ -89,7 +100,7 @@ def _pipeline_words(options: Options) -> dict[str, str]:
     text = options.text("--pipeline-model-parallel-layout")
     vp = options.number("--num-virtual-stages-per-pipeline-rank", 1) or 1
     each = options.number("--num-layers-per-virtual-pipeline-stage")
-    extra = options.has("--account-for-embedding-in-pipeline-split") + options.has("--account-for-loss-in-pipeline-split")
+    extra = sum(options.has(f"--account-for-{end}-in-pipeline-split") for end in ("embedding", "loss"))
     ends = [options.number("--decoder-first-pipeline-num-layers"), options.number("--decoder-last-pipeline-num-layers")]
     for name in ("--no-overlap-p2p-communication", "--microbatch-group-size-per-virtual-pipeline-stage"):
         options.has(name)
@@ -156,9 +167,9 @@ def _expert_words(options: Options, tp: int) -> dict[str, str]:
     if ep == 1 and etp == tp:
         return {}
     if ep > 1 and experts and experts % ep:
-        raise options.error("--expert-model-parallel-size", f"{ep} does not divide the {experts} experts; use a divisor")
+        raise options.error("--expert-model-parallel-size", f"{ep} does not divide the {experts} experts")
     if etp not in (1, tp):
-        raise options.error("--expert-tensor-parallel-size", f"is {etp}; the price knows 1 and tp={tp}: use one of these")
+        raise options.error("--expert-tensor-parallel-size", f"is {etp}; the price knows 1 and tp={tp}")
     if etp == 1 and etp != tp:
         if ep == 1 and not experts:
             return {}
@@ -170,7 +181,7 @@ def _expert_words(options: Options, tp: int) -> dict[str, str]:
         return {"ep": str(ep), "etp": "1"}
     if ep > 1 and options.number("--context-parallel-size", 1) != 1:
         options.unpriced.append(
-            "--expert-model-parallel-size: Megatron shares experts among the ranks of cp first; the price among those of dp"
+            "--expert-model-parallel-size: experts are shared among the ranks of cp first; the price has those of dp"
         )
     return {"ep": str(ep)}
 
@@ -212,7 +223,7 @@ def _recompute_words(options: Options) -> dict[str, str]:
         raise options.error("--recompute-method", f"is '{method or 'not given'}'; with full use uniform or block")
     if number > 1:
         options.unpriced.append(
-            f"--recompute-num-layers: {number} layers run again together, with one input kept; the price keeps that of each"
+            f"--recompute-num-layers: {number} layers run again together and keep one input; the price keeps each one's"
         )
     return {"recompute": "full"}
 
@@ -237,6 +248,8 @@ def _selective(options: Options, modules: list[str]) -> dict[str, str]:
         elif name == "mla_up_proj":
             found.append("self_attn.kv_b_proj" if not options.has("--q-lora-rank") else
                          "self_attn.q_b_proj+self_attn.kv_b_proj")  # fmt: skip
+        elif name == "shared_experts" and options.has("--moe-shared-expert-gate"):  # Qwen2-MoE, which has one
+            found.append("mlp.shared_expert")
         elif name in RECOMPUTED:
             found.append(RECOMPUTED[name])
         elif name != "core_attn":
@@ -266,7 +279,7 @@ def _batch_words(options: Options, words: dict[str, str], devices: int | None) -
         return rows * dp
     if batch % (rows * dp):
         raise options.error(
-            "--global-batch-size", f"{batch} is no multiple of micro batch {rows} x dp={dp}; use a multiple of {rows * dp}"
+            "--global-batch-size", f"{batch} is no multiple of micro batch {rows} x dp={dp}; use one of {rows * dp}"
         )
     return batch
 
@@ -291,10 +304,11 @@ def _dispatch(options: Options) -> list[str]:
 
 def _software(options: Options, words: dict[str, str]) -> str:
     """Return the record of the software: with gradients and parameters overlapped, or as the defaults are."""
+    if any(option in options.values for option in OF_2021):
+        return "megatron-2021"
     reduces, gathers = options.has("--overlap-grad-reduce"), options.has("--overlap-param-gather")
     if words.get("zero") == "1" and reduces != gathers:
         options.unpriced.append(
             "--overlap-param-gather: one of the two overlaps of data parallelism is on; the price has both"
         )
     return OVERLAPPED if reduces else PLAIN
-

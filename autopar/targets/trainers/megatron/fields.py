@@ -1,7 +1,7 @@
 """The options of Megatron-LM, and what of them changes time or memory.
 
-``fields.json`` is generated from the parser of megatron-core (tests/targets/own_code/megatron/check.py --fields, which
-``make test-targets`` compares); ``older`` are options of earlier releases and of its post-training scripts, from the
+``fields.json`` is generated from the parser of megatron-core (tests/targets/own_code/megatron/check.py --fields;
+``make test-targets`` compares them); ``older`` are options of earlier releases and of its post-training scripts, from the
 tags v2.0 to core_v0.19.0 of its repository.
 """
 
@@ -19,7 +19,8 @@ IGNORED_GROUPS = (
     "fault injector", "biencoder", "vision",
 )  # fmt: skip
 """Groups of options that change neither the time of a step nor its memory, but for those read or named below."""
-IGNORED = frozenset("""
+IGNORED = frozenset(
+    """
     --distributed-backend --distributed-timeout-minutes --local-rank --local_rank --lazy-mpu-init
     --pipeline-model-parallel-comm-backend --high-priority-stream-groups --nccl-communicator-config-path
     --distributed-timeout-seconds-after-init --flight-recorder-dump-path --flight-recorder-trace-buffer-size
@@ -48,7 +49,8 @@ IGNORED = frozenset("""
     --mtp-loss-scaling-factor --cross-entropy-loss-fusion --cross-entropy-fusion-impl --use-te-activation-func
     --te-rng-tracker --high-priority-a2a-comm-stream --data-impl --mmap-warmup --override-lr-scheduler
     --use-checkpoint-lr-scheduler --scaled-upper-triang-masked-softmax-fusion --no-scaled-masked-softmax-fusion
-    --qk-layernorm --qk-l2-norm --swiglu --squared-relu --quick-geglu --normalization --add-qkv-bias
+    --attention-dropout --hidden-dropout --pin-cpu-grads --qk-layernorm --qk-l2-norm
+    --swiglu --squared-relu --quick-geglu --normalization --add-qkv-bias
     --disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention --kv-channels
     --multi-latent-attention --make-vocab-size-divisible-by --decrease-batch-size-if-needed --config-logger-dir
     --softmax-type --glu-linear-offset --activation-func-clamp-value --apply-residual-connection-post-layernorm
@@ -58,7 +60,8 @@ IGNORED = frozenset("""
     --tiktoken-special-tokens --export-force-local-attention --enable-gpt-oss --no-delay-grad-reduce
     --cuda-graph-warmup-steps --tokenizer-hf-use-fast --tokenizer-hf-include-special-tokens --sft
     --sft-tokenizer-prompt-format --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp
-""".split())
+""".split()
+)
 """Options of other groups that change neither, or that describe the model, which is given by itself."""
 UNPRICED = {
     "--optimizer-cpu-offload": "the optimizer's state is moved to the host; the price keeps it on the device",
@@ -93,7 +96,10 @@ UNPRICED = {
     "--use-nccl-ub": "registered buffers make collectives of data parallelism faster than the price takes",
     "--reuse-grad-buf-for-mxfp8-param-ag": "parameters are gathered into the gradients' buffer; the price has both",
     "--tensor-parallel-num-weight-shards": "weights are in further shards, gathered for use; the price has them whole",
-    "--virtual-pipeline-model-parallel-size": "",
+    "--defer-embedding-wgrad-compute": "the embedding's weight gradients are computed when the pipeline drains",
+    "--wgrad-deferral-limit": "the embedding's weight gradients are computed when the pipeline drains",
+    "--fsdp-double-buffer": "gathered parameters have two buffers of a fixed size; the price has those in use",
+    "--fsdp-manual-registration": "registered buffers make collectives faster than the price takes",
 }
 """Options that the price does not know, and in which direction it is off."""
 UNKNOWN_EFFECT = "the price does not know it"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from autopar.planner.layouts.layout_words import FULL, NONE, SELECTIVE, Layout
 from autopar.planner.layouts.operator_cuts import RING
-from autopar.planner.layouts.stage_starts import sizes_of
 from autopar.targets.target import ConfigError, Export, ModelFacts
 from autopar.targets.trainers.megatron.models import Arguments, refused_model
 from autopar.words.precision import Precision
@@ -35,12 +34,10 @@ NARROW = {
 
 def refuses(layout: Layout, model: ModelFacts) -> str:
     """Return why Megatron-LM cannot train a model in a layout, in one sentence with both numbers; empty if it can."""
-    checks = (refused_model, _heads, _experts, _context, _pipeline, _recompute, _precision)
-    for check in checks:
-        reason = check(model) if check is refused_model else check(layout, model)  # type: ignore[operator]
-        if reason:
-            return str(reason)
-    return ""
+    reason = refused_model(model)
+    for check in (_heads, _experts, _context, _recompute):
+        reason = reason or check(layout, model)
+    return reason or _pipeline(layout) or _precision(layout)
 
 
 def _heads(layout: Layout, model: ModelFacts) -> str:
@@ -85,15 +82,12 @@ def _context(layout: Layout, model: ModelFacts) -> str:
     return ""
 
 
-def _pipeline(layout: Layout, model: ModelFacts) -> str:
+def _pipeline(layout: Layout) -> str:
     m, pp = layout.microbatches, layout.groups
     if layout.zero == 3 and pp > 1:
         return f"Megatron-FSDP is written for pp=1, pp={pp} is asked for; use zero=1"
     if layout.chunks > 1 and m is not None and m < pp:  # schedules.py: the group of microbatches has pp or more
         return f"interleaved stages need as many microbatches as pp={pp}, m={m} is asked for; use more, or vp=1"
-    stages = pp * layout.chunks
-    if stages > 1 and min(sizes_of(model.blocks, stages)[1:-1], default=1) < 1:
-        return f"{stages} stages are more than the {model.blocks} layers and two for the ends; use fewer"
     return ""
 
 
@@ -108,7 +102,7 @@ def _recompute(layout: Layout, model: ModelFacts) -> str:
     return ""
 
 
-def _precision(layout: Layout, model: ModelFacts) -> str:
+def _precision(layout: Layout) -> str:
     if layout.precision is None:
         return ""
     try:
@@ -188,24 +182,34 @@ def precision_arguments(policy: Precision | None, *, zero: int) -> Arguments:
     return arguments
 
 
-def layout_arguments(export: Export, sizes: list[int]) -> Arguments:
-    """Return the arguments of an export's layout.
-
-    Args:
-        sizes: layers of every stage, in the order of the model.
+def check_batch(export: Export) -> None:
+    """Refuse a batch or a sequence that Megatron-LM cannot divide in an export's layout.
 
     Raises:
-        ConfigError: the batch or the sequence cannot be divided as Megatron-LM does.
+        ConfigError: with both numbers.
     """
-    layout, cp = export.layout, export.layout.sizes["cp"]
-    tp = layout.sizes["tp"]
+    layout, m = export.layout, export.microbatches
+    cp, tp, pp = layout.sizes["cp"], layout.sizes["tp"], layout.groups
     places = export.sequence or 0
     if cp > 1 and places % (2 * cp):  # validate_args
-        raise ConfigError(f"Megatron-LM needs sequences of a multiple of 2 x cp = {2 * cp} places, these have {places}; "
+        raise ConfigError(f"Megatron-LM needs a multiple of 2 x cp = {2 * cp} places in a row, there are {places}; "
                           "use another sequence or cp")  # fmt: skip
-    if layout.sequence_parallel and places // cp % tp:
-        raise ConfigError(f"Megatron-LM needs sequences of a multiple of tp x cp = {tp * cp} places, these have "
+    if layout.sequence_parallel and places % (tp * cp):
+        raise ConfigError(f"Megatron-LM needs a multiple of tp x cp = {tp * cp} places in a row, there are "
                           f"{places}; use another sequence, or leave sp out")  # fmt: skip
+    rounds = max(1, m // pp)
+    if layout.chunks > 1 and m >= pp and m % rounds:  # schedules.py: nor may the last group have fewer than pp
+        raise ConfigError(f"Megatron-LM runs {m} microbatches of interleaved stages in groups of pp={pp} and more, "
+                          f"which have to be equal here; use {m - m % pp} or {m - m % pp + pp}")  # fmt: skip
+    if layout.chunks > 1 and m < pp:  # schedules.py: a group of microbatches has pp or more
+        raise ConfigError(f"Megatron-LM needs as many microbatches as pp={pp} for interleaved stages, the step has "
+                          f"{m}; use a smaller mbs, or vp=1")  # fmt: skip
+
+
+def layout_arguments(export: Export, sizes: list[int]) -> Arguments:
+    """Return the arguments of an export's layout; ``sizes``: layers of every stage, in the order of the model."""
+    layout, cp = export.layout, export.layout.sizes["cp"]
+    tp = layout.sizes["tp"]
     arguments: Arguments = {
         "--tensor-model-parallel-size": str(tp),
         "--pipeline-model-parallel-size": str(layout.groups),
@@ -235,9 +239,6 @@ def _stage_arguments(export: Export, sizes: list[int]) -> Arguments:
         arguments["--num-virtual-stages-per-pipeline-rank"] = str(layout.chunks)
     if layout.chunks > 1:
         m, pp = export.microbatches, layout.groups
-        if m < pp:
-            raise ConfigError(f"Megatron-LM needs as many microbatches as pp={pp} for interleaved stages, the step has "
-                              f"{m}; use a smaller mbs, or vp=1")  # fmt: skip
         group = m // max(1, m // pp)  # microbatches that run on a stage before the next one: equal rounds
         if group != pp:
             arguments["--microbatch-group-size-per-virtual-pipeline-stage"] = str(group)
@@ -285,4 +286,3 @@ def _again(export: Export) -> Arguments:
         return {"--recompute-granularity": "selective", "--recompute-modules": names}
     method, number = ("block", which) if which else ("uniform", "1")
     return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": number}
-

@@ -59,8 +59,8 @@ def refused_model(model: ModelFacts) -> str:
     scaling = str(_rope(config).get("rope_type", "default"))
     if scaling not in _scalings(model.family):
         return (
-            f"Megatron-LM's arguments scale rotary embeddings of {model.family} as {', '.join(_scalings(model.family))}, "
-            f"the config as {scaling}; {OTHERS}"
+            f"Megatron-LM's arguments scale rotary embeddings of {model.family} as "
+            f"{', '.join(_scalings(model.family))}, the config as {scaling}; {OTHERS}"
         )
     biases = bool(config.get("attention_bias")), bool(config.get("mlp_bias", config.get("attention_bias")))
     if biases[0] != biases[1] or (any(biases) and model.family != "llama"):
@@ -72,7 +72,9 @@ def refused_model(model: ModelFacts) -> str:
 
 
 def _scalings(family: str) -> tuple[str, ...]:
-    return {"llama": ("default", "llama3"), "deepseek_v2": MLA_ROPES, "deepseek_v3": MLA_ROPES}.get(family, ("default",))
+    return {"llama": ("default", "llama3"), "deepseek_v2": MLA_ROPES, "deepseek_v3": MLA_ROPES}.get(
+        family, ("default",)
+    )
 
 
 MLA_ROPES = ("default", "yarn")

@@ -13,22 +13,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from autopar.targets.trainers.megatron.shell_words import ENDS, Word, past, statements_of
+
 UNKNOWN = "\x00"
 """The sign on both sides of the name of what the text does not tell."""
-ENDS = ("\n", ";", "&", "|", "&&", "||")
 NAME = re.compile(r"[A-Za-z_]\w*")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 OPENERS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done"}
 PREFIXES = ("export", "declare", "local", "readonly", "typeset")
 Value = str | list[str]
-
-
-@dataclass(frozen=True)
-class Word:
-    """A word of a script: its text with quotes as they are; ``items``: those of an array, for an assignment of one."""
-
-    text: str
-    items: tuple[str, ...] | None = None
 
 
 @dataclass
@@ -63,7 +56,7 @@ class Script:
 def read_script(text: str) -> Script:
     """Return a script's variables and commands."""
     script = Script()
-    for statement in _decided(script, _statements(text)):
+    for statement in _decided(script, statements_of(text)):
         _take(script, statement)
     for value in list(script.values.values()):
         if isinstance(value, str) and ".py" in value and "--" in value:
@@ -123,108 +116,6 @@ def _without_redirections(words: list[str]) -> list[str]:
     return kept
 
 
-# -- words
-
-
-def _statements(text: str) -> Iterator[list[Word]]:
-    """Yield statements, each a list of words; operators that end one are a statement of their own."""
-    statement: list[Word] = []
-    for word in _words(text.replace("\\\n", " ")):
-        if word.text in ENDS:
-            if statement:
-                yield statement
-            if word.text not in ("\n", ";"):
-                yield [word]
-            statement = []
-        else:
-            statement.append(word)
-    if statement:
-        yield statement
-
-
-def _words(text: str) -> Iterator[Word]:
-    at, n = 0, len(text)
-    while at < n:
-        sign = text[at]
-        if sign == "#":
-            at = _line_end(text, at)
-        elif sign in "\n;&|":
-            double = text[at : at + 2] in ("&&", "||")
-            yield Word(text[at : at + 1 + double])
-            at += 1 + double
-        elif sign in " \t\r()":
-            at += 1
-        else:
-            end = _word_end(text, at)
-            word = text[at:end]
-            if word.endswith("=") and text[end : end + 1] == "(":
-                items, end = _array(text, end + 1)
-                yield Word(word, tuple(items))
-            else:
-                yield Word(word)
-            at = max(end, at + 1)
-
-
-def _line_end(text: str, at: int) -> int:
-    end = text.find("\n", at)
-    return len(text) if end < 0 else end
-
-
-def _array(text: str, at: int) -> tuple[list[str], int]:
-    """Return the items of an array and where it ends."""
-    items: list[str] = []
-    while at < len(text) and text[at] != ")":
-        if text[at] == "#":
-            at = _line_end(text, at)
-        elif text[at] in " \t\r\n\\":
-            at += 1
-        else:
-            end = max(_word_end(text, at), at + 1)
-            items.append(text[at:end])
-            at = end
-    return items, at + 1
-
-
-def _word_end(text: str, at: int) -> int:
-    """Return where the word that begins at a place ends."""
-    while at < len(text):
-        sign = text[at]
-        if sign in " \t\r\n;|()" or (sign == "&" and text[at - 1] != ">"):
-            return at
-        at = _past(text, at)
-    return at
-
-
-def _past(text: str, at: int) -> int:
-    """Return the place behind a character, a quoted part or an expansion."""
-    sign = text[at]
-    if sign == "\\":
-        return at + 2
-    if sign == "'":
-        return _closed(text, at + 1, "'")
-    if sign == "`":
-        return _closed(text, at + 1, "`")
-    if sign == '"':
-        at += 1
-        while at < len(text) and text[at] != '"':
-            at = _past(text, at) if text[at] in "\\$`" else at + 1
-        return at + 1
-    if sign == "$" and text[at + 1 : at + 2] in ("(", "{"):
-        opener = text[at + 1]
-        closer = ")" if opener == "(" else "}"
-        depth, at = 1, at + 2
-        while at < len(text) and depth:
-            depth += (text[at] == opener) - (text[at] == closer)
-            at += 1
-        return at
-    return at + 1
-
-
-def _closed(text: str, at: int, sign: str) -> int:
-    end = text.find(sign, at)
-    return len(text) if end < 0 else end + 1
-
-
 # -- expansion
 
 
@@ -236,6 +127,8 @@ def split(script: Script, text: str) -> list[str]:
         if value is None:
             return [] if whole[1] in script.values else [unknown(whole[1])]
         items = value if isinstance(value, list) else [value]
+        if whole[0].startswith('"'):  # quoted: items stay as they are, but for an option with its value in one item
+            return [part for item in items for part in (_parts(item) if item.startswith("--") else [item])]
         return [part for item in items for part in _parts(item)]
     expanded = expand(script, text)
     if text[:1] in "\"'" and not expanded.startswith("--"):
@@ -259,7 +152,7 @@ def expand(script: Script, text: str) -> str:
     at = 0
     while at < len(text):
         sign = text[at]
-        end = _past(text, at)
+        end = past(text, at)
         if sign == "\\":
             found.append(text[at + 1 : at + 2])
         elif sign == "'":
@@ -282,7 +175,7 @@ def _in_quotes(script: Script, text: str) -> str:
     found: list[str] = []
     at = 0
     while at < len(text):
-        end = _past(text, at) if text[at] in "\\$`" else at + 1
+        end = past(text, at) if text[at] in "\\$`" else at + 1
         if text[at] == "\\":
             found.append(text[at + 1 : at + 2])
         elif text[at] == "`":
@@ -367,7 +260,7 @@ def _decided(script: Script, statements: Iterator[list[Word]]) -> Iterator[list[
     for statement in statements:
         first = statement[0].text
         if first in OPENERS:
-            holds = _condition(script, _until_then(statements, statement[1:])) if first == "if" else None
+            holds = _opened(script, statements, statement)
             stack.append([holds, holds])
         elif first in ("elif", "else") and stack:
             done = stack[-1][1]
@@ -382,6 +275,16 @@ def _decided(script: Script, statements: Iterator[list[Word]]) -> Iterator[list[
             _forget(script, statement)
         elif first not in ENDS:
             yield statement
+
+
+def _opened(script: Script, statements: Iterator[list[Word]], statement: list[Word]) -> bool | None:
+    """Return whether the block that a keyword opens runs: a loop once, with its variable unknown."""
+    first = statement[0].text
+    if first == "if":
+        return _condition(script, _until_then(statements, statement[1:]))
+    if first == "for" and len(statement) > 1:
+        script.values.pop(statement[1].text, None)
+    return None if first == "case" else True
 
 
 def _by_keywords(statements: Iterator[list[Word]]) -> Iterator[list[Word]]:

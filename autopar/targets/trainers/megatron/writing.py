@@ -1,15 +1,15 @@
-"""The folder that a person runs: Megatron-LM's arguments, a script for every rank, and overrides for Megatron-Bridge."""
+"""The folder that a person runs: Megatron-LM's arguments, what a rank runs, overrides for Megatron-Bridge."""
 
 from __future__ import annotations
 
-from autopar.planner.layouts.stage_starts import blocks_of, sizes_of
+from autopar.targets.stages import blocks_of_stages, counts
 from autopar.targets.target import ConfigError, Export, Written
-from autopar.targets.trainers.megatron.layouts import layout_arguments, precision_arguments
+from autopar.targets.trainers.megatron.layouts import check_batch, layout_arguments, precision_arguments
 from autopar.targets.trainers.megatron.models import Arguments, model_arguments
 
 RELEASE = "core_v0.19.0"
 """The newest tag of Megatron-LM's repository whose ``pretrain_gpt.py`` has these arguments."""
-RANK = '''"""Pretraining with Megatron-LM: what every rank runs, with the arguments of arguments.txt and those given here.
+RANK = '''"""Pretraining with Megatron-LM: what every rank runs, with arguments.txt and the arguments given here.
 
 MEGATRON_LM is the path of a checkout of Megatron-LM, {release}.
 """
@@ -29,18 +29,7 @@ sys.argv = [str(root / "{script}"), *words, *sys.argv[1:]]
 sys.path.insert(0, str(root))
 runpy.run_path(sys.argv[0], run_name="__main__")
 '''
-START = """#!/bin/bash
-# {title}
-# devices: {devices}
-# On every node: NODE_RANK=0 (1, 2, ...) MASTER_ADDR=(that of node 0) MEGATRON_LM=(its checkout, {release}) bash pretrain.sh
-set -euo pipefail
-cd "$(dirname "$0")"
-exec torchrun --nnodes {nodes} --nproc-per-node {per_node} --node-rank "${{NODE_RANK:-0}}" \\
-    --master-addr "${{MASTER_ADDR:-127.0.0.1}}" --master-port "${{MASTER_PORT:-29500}}" pretrain.py "$@"
-"""
-CONNECTIONS = (
-    'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # collectives of tensor parallelism start in the order of launches'
-)
+CONNECTIONS = 'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # collectives start in the order of launches'
 NO_CONNECTIONS = 'os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # Megatron-FSDP asks for more than one'
 OPTIMIZERS = {
     "adamw": {"--optimizer": "adam"}, "sgd": {"--optimizer": "sgd", "--sgd-momentum": "0.0"},
@@ -58,8 +47,9 @@ def write(export: Export) -> Written:
     """Write the files that run a plan in Megatron-LM.
 
     Raises:
-        ConfigError: Megatron-LM cannot divide the batch, the sequence or the numbers so.
+        ConfigError: Megatron-LM cannot divide the batch or the sequence so, or has no such numbers or optimizer.
     """
+    check_batch(export)
     sizes = layers_of_stages(export)
     layout = export.layout
     policy = layout.precision or export.precision
@@ -73,17 +63,14 @@ def write(export: Export) -> Written:
         "optimizer": dict(OPTIMIZERS[optimizer]),
         "data and steps: yours go here": TO_FILL_IN,
     }
-    nodes, per_node = _nodes(export)
     names = {
-        "release": RELEASE, "script": "pretrain_gpt.py", "devices": layout.n_devices, "nodes": nodes,
-        "per_node": per_node, "title": f"{export.loaded.spec}: {layout.text} on {export.cluster_name}",
+        "release": RELEASE, "script": "pretrain_gpt.py",
         "environment": NO_CONNECTIONS if layout.zero == 3 else CONNECTIONS,
     }  # fmt: skip
     return Written(
         {
             "arguments.txt": "".join(_section(name, arguments) for name, arguments in groups.items()),
             "pretrain.py": RANK.format(**names),
-            "pretrain.sh": START.format(**names),
             "bridge_overrides.txt": bridge_overrides(export, groups["layout"] | groups["precision"]),
         },
         argv=("pretrain.py",),
@@ -99,27 +86,12 @@ def layers_of_stages(export: Export) -> list[int]:
     Raises:
         ConfigError: a stage boundary of the plan is inside a layer.
     """
-    plan, graph = export.priced.plan, export.priced.captured.graph
-    blocks = list(blocks_of(graph))
-    n_stages = export.layout.groups * export.layout.chunks
-    if n_stages == 1:
-        return [len(blocks)]
-    sizes = sizes_of(len(blocks), n_stages)
-    if len(plan.stages) != n_stages:
-        raise ConfigError(f"the plan has {len(plan.stages)} stages, its layout {n_stages}; export a plan of that layout")
-    return sizes
-
-
-def _nodes(export: Export) -> tuple[int, int]:
-    of_node = export.cluster.node_of
-    counts = {node: of_node[: export.layout.n_devices].count(node) for node in of_node[: export.layout.n_devices]}
-    each = max(counts.values())
-    if len(set(counts.values())) > 1:
-        raise ConfigError(
-            f"torchrun starts equally many ranks on every node, this cluster's nodes have {min(counts.values())} and "
-            f"{each}; plan for nodes that are alike"
-        )
-    return len(counts), each
+    stages = blocks_of_stages(export)
+    cut = next((number for number, stage in enumerate(stages) if not stage.whole), None)
+    if cut is not None:
+        raise ConfigError(f"stage {cut} of the plan begins or ends inside a layer, Megatron-LM's hold whole layers; "
+                          "plan with --for megatron")  # fmt: skip
+    return counts(stages)
 
 
 def _section(name: str, arguments: Arguments) -> str:
@@ -167,7 +139,9 @@ SECTIONS = {
 def bridge_overrides(export: Export, arguments: Arguments) -> str:
     """Return overrides of a Megatron-Bridge recipe, one a line: ``model.tensor_model_parallel_size=4``."""
     policy = export.layout.precision or export.precision
-    params = "fp32" if policy is None else {"bfloat16": "bf16_mixed", "float16": "fp16_mixed"}.get(str(policy.params), "")
+    params = (
+        "fp32" if policy is None else {"bfloat16": "bf16_mixed", "float16": "fp16_mixed"}.get(str(policy.params), "")
+    )
     lines = [
         "# Overrides of a Megatron-Bridge recipe of the same model; NOT VALIDATED: Megatron-Bridge cannot be imported",
         "# without GPU packages. Behind a recipe's script: $(grep -v '^#' bridge_overrides.txt)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.targets.target import Target
 from autopar.targets.trainers.torchtitan.layouts import WORDS, refuses
+from autopar.targets.trainers.torchtitan.reading import read, reads
 from autopar.targets.trainers.torchtitan.writing import write
 
 TARGET = Target(
@@ -13,5 +14,7 @@ TARGET = Target(
     words=WORDS,
     refuses=refuses,
     write=write,
+    reads=reads,
+    read=read,
     environment={"OMP_NUM_THREADS": "1"},
 )

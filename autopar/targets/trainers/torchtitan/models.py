@@ -91,7 +91,8 @@ def _gpt_oss(config: Values) -> dict[str, Any]:
 
 
 def _experts(config: Values) -> int:
-    return int(next(config[name] for name in ("n_routed_experts", "num_local_experts", "num_experts") if name in config))
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    return int(next(config[name] for name in names if config.get(name)))
 
 
 _DENSE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -144,7 +145,7 @@ _SCALED = {
 
 def why_not(model: ModelFacts) -> str:
     """Return why torchtitan cannot train a model, in one sentence; empty if it can."""
-    config = model.config
+    config: Values = model.config
     family = FAMILIES.get(model.family)
     if family is None:
         named = f"model type '{model.family}'" if model.family else "a model of one's own"
@@ -184,7 +185,7 @@ def rope_arguments(family: Family, config: Values) -> dict[str, Any]:
     rope = _rope(config)
     scaling = _SCALINGS[rope.get("rope_type", "default")]
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    found = {"dim": family.rope_size(config), "theta": float(theta)}
+    found: dict[str, Any] = {"dim": family.rope_size(config), "theta": float(theta)}
     if scaling != "none":
         found["scaling"] = scaling
     found |= {own: rope[its] for own, its in _SCALED[scaling].items() if rope.get(its) is not None}

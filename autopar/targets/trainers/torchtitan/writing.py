@@ -6,6 +6,7 @@ from pprint import pformat
 from typing import Any
 
 from autopar.planner.layouts.stage_starts import sizes_of
+from autopar.targets.stages import blocks_of_stages
 from autopar.targets.target import ConfigError, Export, Written
 from autopar.targets.trainers.torchtitan.models import FAMILIES, Family, rope_arguments
 from autopar.words.precision import Precision
@@ -14,6 +15,12 @@ MODULE, FUNCTION = "torchtitan_plan", "plan"
 ARGV = ("-m", "torchtitan.train", "--module", MODULE, "--config", FUNCTION)
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved-1f1b": "Interleaved1F1B"}
 """Names in ``torch.distributed.pipelining.schedules.get_schedule_class``."""
+FILL_IN = (
+    "hf_assets_path: the folder of the tokenizer", "dataloader: the data", "the learning rate and the number of steps",
+)  # fmt: skip
+NOTES = (
+    "torchtitan computes the loss in pieces of the sequence (ChunkedLossWrapper), which needs less memory than priced",
+)
 SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads",
     "num_hidden_layers", "vocab_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
@@ -30,18 +37,16 @@ def write(export: Export) -> Written:
     _check(export)
     family = FAMILIES[export.model.family]
     text = _TEMPLATE.format(
-        words=export.layout.text, devices=export.layout.n_devices, cluster=export.cluster.name,
+        words=export.layout.text, devices=export.layout.n_devices, cluster=export.cluster_name.partition(' as ')[0],
         sizes=_shown({name: export.model.config[name] for name in SIZES if export.model.config.get(name)}),
-        extra_imports=_extra_imports(export, family), policy=_policy(export), module=family.module,
+        names=_imports(export), policy=_policy(export), module=family.module,
         eps=export.model.config.get("rms_norm_eps", 1e-5), **_model(export, family), training=_call(_training(export)),
         parallelism=_call(_parallelism(export)), recompute=_recompute(export), optimizer=_optimizer(export),
     )  # fmt: skip
-    script = _SCRIPT.format(nodes=export.cluster.n_devices // _of_node(export), each=_of_node(export), argv=" ".join(ARGV))
-    return Written(
-        {f"{MODULE}.py": text, "train.sh": script, "requirements.txt": "torchtitan==0.3.0\nspmd_types==0.2.3\n"}, ARGV,
-        fill_in=("hf_assets_path: the folder with the tokenizer", "dataloader: the data set", "the learning rate and the number of steps"),
-        notes=("torchtitan computes the loss in pieces of the sequence (ChunkedLossWrapper), which needs less memory than priced",),
-    )  # fmt: skip
+    each = _of_node(export)
+    script = _SCRIPT.format(nodes=export.cluster.n_devices // each, each=each, argv=" ".join(ARGV))
+    files = {f"{MODULE}.py": text, "train.sh": script, "requirements.txt": "torchtitan==0.3.0\nspmd_types==0.2.3\n"}
+    return Written(files, ARGV, FILL_IN, NOTES)
 
 
 def _of_node(export: Export) -> int:
@@ -64,10 +69,11 @@ def _check(export: Export) -> None:
         )
     if layout.groups > 1 and layout.chunks > 1 and m % max(1, m // layout.groups):
         raise ConfigError(
-            f"{layout.text}: torch's Interleaved1F1B runs {m} microbatches in {m // layout.groups} rounds, which do not "
-            "divide them; change mbs or the batch"
+            f"{layout.text}: torch's Interleaved1F1B runs {m} microbatches in {m // layout.groups} rounds, which do "
+            "not divide them; change mbs or the batch"
         )
-    cut = (layout.sizes["tp"] if layout.sequence_parallel else 1) * (2 * layout.sizes["cp"] if layout.sizes["cp"] > 1 else 1)
+    cp = layout.sizes["cp"]  # trainer.py: seq_len_divisor
+    cut = (layout.sizes["tp"] if layout.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
     if export.sequence is not None and export.sequence % cut:
         raise ConfigError(
             f"{layout.text}: torchtitan cuts a sequence into {cut} pieces, {export.sequence} places do not divide; "
@@ -90,8 +96,8 @@ def _formats(precision: Precision | None) -> dict[str, str]:
         return {"mixed_precision_param": "float32"}
     if shown != ("bfloat16", "float32", "float32"):
         raise ConfigError(
-            f"precision {p}: torchtitan computes in bfloat16 or float32 and reduces in float32, this is params={p.params}"
-            f", master={p.master}, reduce={p.reduce}; use bf16-mixed"
+            f"precision {p}: torchtitan computes in bfloat16 or float32 and reduces in float32, this is "
+            f"params={p.params}, master={p.master}, reduce={p.reduce}; use bf16-mixed"
         )
     return {}
 
@@ -135,12 +141,22 @@ def _parallelism(export: Export) -> dict[str, Any]:
 
 
 def stages_of(export: Export) -> list[list[str]]:
-    """Return the modules of every stage by torchtitan's names, in the order of the model."""
-    stages, done = [], 0
-    for size in sizes_of(export.model.blocks, export.layout.groups * export.layout.chunks):
-        stages.append([f"layers.{n}" for n in range(done, done + size)])
-        done += size
-    return [["tok_embeddings", *stages[0]], *stages[1:-1], [*stages[-1], "norm", "lm_head"]]
+    """Return the modules of every stage by torchtitan's names, in the order of the model.
+
+    Raises:
+        ConfigError: a stage begins or ends inside a block.
+    """
+    names, done = [], 0
+    for number, stage in enumerate(blocks_of_stages(export)):
+        if not stage.whole:
+            raise ConfigError(
+                f"{export.layout.text}: stage {number} begins or ends inside a block, torchtitan's hold whole blocks; "
+                "plan with --for torchtitan"
+            )
+        blocks = [f"layers.{n}" for n in range(done, done + len(stage.blocks))]
+        done += len(blocks)
+        names.append([*["tok_embeddings"] * stage.is_first, *blocks, *["norm", "lm_head"] * stage.is_last])
+    return names
 
 
 def recomputed_blocks(text: str, blocks: int, stages: int) -> list[int]:
@@ -148,7 +164,8 @@ def recomputed_blocks(text: str, blocks: int, stages: int) -> list[int]:
     kind, _, which = text.partition(":")
     if kind == "every":
         return list(range(int(which) - 1, blocks, int(which)))
-    found, done = [], 0
+    found: list[int] = []
+    done = 0
     for size in sizes_of(blocks, stages):
         found += range(done, done + min(size, int(which)))
         done += size
@@ -175,14 +192,12 @@ def _optimizer(export: Export) -> str:
     return f'replace({made}, implementation="fused_opt_states_bf16")' if narrow else made
 
 
-def _extra_imports(export: Export, family: Family) -> str:
-    used = ["from dataclasses import replace" if not _policy(export) else "from dataclasses import dataclass, field, replace"]
-    used += [""]
-    return "\n".join(used)
+def _imports(export: Export) -> str:
+    return "dataclass, field, replace" if _policy(export) else "replace"
 
 
 def _model(export: Export, family: Family) -> dict[str, str]:
-    config = export.model.config
+    config: dict[str, Any] = dict(export.model.config)
     places = int(config.get("max_position_embeddings") or export.sequence or 2048)
     rope = {**rope_arguments(family, config), "max_seq_len": max(places, export.sequence or 0)}
     tied = bool(config.get("tie_word_embeddings"))
@@ -203,7 +218,8 @@ def _lines(values: dict[str, Any], indent: int) -> str:
 
 
 def _call(values: dict[str, Any]) -> str:
-    return "\n".join(f"            {name}={pformat(value, width=90, compact=True)}," for name, value in values.items())
+    shown = {name: pformat(value, width=90, compact=True) for name, value in values.items()}
+    return "\n".join(f"            {name}={value}," for name, value in shown.items())
 
 
 _BLOCKS = '''
@@ -225,7 +241,8 @@ Every rank runs, in this folder: python -m torchtitan.train --module torchtitan_
 Fill in the tokenizer's folder, the data, the learning rate and the number of steps; all else is the plan.
 """
 
-{extra_imports}
+from dataclasses import {names}
+
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig

@@ -1,6 +1,7 @@
-"""Usage: check.py FOLDER ...: what Megatron-Core's own code makes of exported folders; exit code 1 if it refuses one.
+"""Usage: check.py FOLDER ...: what Megatron-Core's own code makes of exported folders, and whether the reader's list
+of options is that of its parser; exit code 1 if it refuses a folder, or the list is another one.
 
-``check.py --fields [FILE]`` writes the list of options, or compares it with the file that the reader uses.
+``check.py --fields`` writes the list of options.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from pathlib import Path
 
 from own_megatron import checked, fields
 
+STORED = Path(__file__).parents[4] / "autopar" / "targets" / "trainers" / "megatron" / "fields.json"
+
 
 def check_folder(folder: Path) -> bool:
     """Print what Megatron makes of a folder; return whether it takes it."""
     words = shlex.split((folder / "arguments.txt").read_text(encoding="utf-8"), comments=True)
-    world = int(next(line.split()[-1] for line in (folder / "pretrain.sh").read_text().splitlines()
-                     if line.startswith("# devices:")))  # fmt: skip
+    world = int(json.loads((folder / "case.json").read_text(encoding="utf-8"))["devices"])
     sharded = "--use-megatron-fsdp" in words
     try:
         args = checked(words, world, None if sharded else "1")
-    except Exception as error:  # noqa: BLE001 (whatever Megatron raises is what is shown)
+    except Exception as error:
         print(f"{folder}: refused: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return False
     print(
@@ -35,18 +37,26 @@ def check_folder(folder: Path) -> bool:
     return True
 
 
+def check_fields() -> bool:
+    """Return whether the stored list of options is that of the parser."""
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
+    same = {name: stored[name] for name in ("version", "options")} == found_fields()
+    print("options: as stored" if same else f"options: not those of {STORED.name}; write it anew with --fields")
+    return same
+
+
+def found_fields() -> dict[str, object]:
+    """Return the options of the parser that is installed."""
+    return {"version": version("megatron-core"), "options": fields()}
+
+
 def main(words: list[str]) -> int:
-    """Check folders, or the list of options."""
-    if words[:1] == ["--fields"]:
-        found = {"version": version("megatron-core"), "options": fields()}
-        if not words[1:]:
-            print(json.dumps(found, indent=0))
-            return 0
-        stored = json.loads(Path(words[1]).read_text(encoding="utf-8"))
-        same = {name: stored[name] for name in found} == found
-        print("options: as stored" if same else "options: not those of the file; write it anew")
-        return 0 if same else 1
-    return 0 if all([check_folder(Path(word)) for word in words]) else 1
+    """Check folders and the list of options, or write that list."""
+    if words == ["--fields"]:
+        print(json.dumps(found_fields(), indent=0))
+        return 0
+    fine = [check_folder(Path(word)) for word in words]
+    return 0 if check_fields() and all(fine) else 1
 
 
 if __name__ == "__main__":

@@ -61,6 +61,15 @@ def installed_fields() -> dict[str, Any]:
     return {**found, "hf_model": ""}
 
 
+def default_of(value: ast.expr | None) -> Any:
+    """Return a field's default from its text; of one that is made, what the function returns."""
+    made = [each.value.body for each in getattr(value, "keywords", ()) if isinstance(each.value, ast.Lambda)]
+    try:
+        return ast.literal_eval(made[0] if made else value) if value is not None else None
+    except ValueError:  # an empty list
+        return []
+
+
 def fields_of_source(folder: Path) -> dict[str, Any]:
     """Return the fields of an older release from the text of its job config."""
     file = next(path for path in (folder / "config" / "job_config.py", folder / "config_manager.py") if path.exists())
@@ -74,11 +83,7 @@ def fields_of_source(folder: Path) -> dict[str, Any]:
             if kind in classes:
                 yield from inside(kind, f"{prefix}{node.target.id}.")
                 continue
-            try:
-                default = ast.literal_eval(node.value) if node.value is not None else None
-            except ValueError:  # a default that is made: a list
-                default = []
-            yield prefix + node.target.id, default
+            yield prefix + node.target.id, default_of(node.value)
 
     return dict(inside("JobConfig", ""))
 
@@ -128,8 +133,7 @@ def registered() -> dict[str, Any]:
             said["optimizer.name"] = " and ".join(sorted(names))
             configs.setdefault(name, {})[key] = {"flavor": spec.flavor, **said}
         own = importlib.import_module(f"torchtitan.models.{name}")
-        flavors = next(value for key, value in vars(own).items() if key.endswith("_configs") and isinstance(value, dict))
-        for flavor in flavors:
+        for flavor in next(value for key, value in vars(own).items() if key.endswith("_configs")):
             models[name].setdefault(flavor, sizes_of(own.model_registry(flavor).model))
     return {"version": version("torchtitan"), "configs": configs, "models": models}
 
