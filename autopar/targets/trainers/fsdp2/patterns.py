@@ -33,10 +33,14 @@ def compressed_table(table: dict[str, Any]) -> dict[str, Any]:
         if numbers:
             k = numbers[0]
             before, after = parts[:k], parts[k + 1 :]
-            alike = [p for p in table if p.split(".")[:k] == before and p.split(".")[k + 1 :] == after]
-            alike = [p for p in alike if p.split(".")[k].isdigit()]
-            indices = sorted(int(p.split(".")[k]) for p in alike)
-            if len(alike) > 1 and all(table[p] == table[path] for p in alike) and indices == list(range(len(indices))):
+            alike = [other for other in table if other.split(".")[:k] == before and other.split(".")[k + 1 :] == after]
+            alike = [other for other in alike if other.split(".")[k].isdigit()]
+            indices = sorted(int(other.split(".")[k]) for other in alike)
+            if (
+                len(alike) > 1
+                and all(table[other] == table[path] for other in alike)
+                and indices == list(range(len(indices)))
+            ):
                 pattern = ".".join([*before, "*", *after])
         found[pattern] = table[path]
     return found

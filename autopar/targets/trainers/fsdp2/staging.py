@@ -90,11 +90,11 @@ def returns_of(export: Export, recorded: Recorded, blocks: Sequence[str]) -> dic
     found: dict[str, Any] = {}
     for pattern in compressed(list(texts)):
         parent = pattern.removesuffix("*")
-        alike = [texts[p] for p in texts if p == pattern or (pattern.endswith("*") and p.startswith(parent))]
+        alike = [texts[q] for q in texts if q == pattern or (pattern.endswith("*") and q.startswith(parent))]
         if all(text == alike[0] for text in alike):
             found[pattern] = alike[0]
         else:
-            found |= {p: text for p, text in texts.items() if p.startswith(parent)}
+            found |= {path: text for path, text in texts.items() if path.startswith(parent)}
     return found
 
 
@@ -145,7 +145,9 @@ def check_stages(export: Export, table: dict[str, Any], blocks: list[str]) -> No
     floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for number in range(len(table["starts"]) + 1):
         with on_shapes(mode):
-            stage = pipeline.Stage(model, caller(loss_position(export)), number, table, blocks, constants, floats)
+            stage = pipeline.StageOfModel(
+                model, caller(loss_position(export)), number, table, blocks, constants, floats
+            )
             stage.take_arrivals()
             arrived = [pipeline.empty(t, floats, "cpu").requires_grad_() for t in stage.takes.values()]
             try:
