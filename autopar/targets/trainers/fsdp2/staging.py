@@ -12,7 +12,7 @@ from autopar.planner.layouts.stage_starts import block_of, blocks_of
 from autopar.targets.target import Export
 from autopar.targets.trainers.fsdp2.folder import pipeline
 from autopar.targets.trainers.fsdp2.inputs import caller, inputs_with_rows, loss_position, microbatch_of_rank
-from autopar.targets.trainers.fsdp2.patterns import compressed
+from autopar.targets.trainers.fsdp2.patterns import compressed_table
 from autopar.targets.trainers.fsdp2.recording import Recorded, fake_copy, fake_inputs, on_shapes
 from autopar.targets.trainers.fsdp2.sayable import SCHEDULES
 from autopar.torch_private import FakeTensorMode
@@ -29,6 +29,8 @@ def pipeline_of(export: Export) -> dict[str, Any]:
         return {}
     starts = starts_of(export)
     blocks = list(blocks_of(export.priced.captured.graph))
+    if [path for path, _ in export.loaded.model.named_modules() if path in blocks] != blocks:
+        raise refusal(export, "it calls its blocks in another order than it holds them")
     mode = FakeTensorMode()
     model, inputs = fake_copy(export.loaded.model, mode), fake_inputs(microbatch_of_rank(export), mode)
     call = caller(loss_position(export))
@@ -87,15 +89,7 @@ def returns_of(export: Export, recorded: Recorded, blocks: Sequence[str]) -> dic
         if not is_literal(plain):
             raise refusal(export, f"{path} returns a {type(output).__name__}, which is no tensor, tuple, list or dict")
         texts[path] = plain
-    found: dict[str, Any] = {}
-    for pattern in compressed(list(texts)):
-        parent = pattern.removesuffix("*")
-        alike = [texts[q] for q in texts if q == pattern or (pattern.endswith("*") and q.startswith(parent))]
-        if all(text == alike[0] for text in alike):
-            found[pattern] = alike[0]
-        else:
-            found |= {path: text for path, text in texts.items() if path.startswith(parent)}
-    return found
+    return compressed_table(texts, export.loaded.model)
 
 
 def in_text(tensor: torch.Tensor) -> str:

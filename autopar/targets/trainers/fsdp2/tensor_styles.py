@@ -48,7 +48,7 @@ def tensor_table(export: Export) -> dict[str, Any]:
         raise found.refusal(problem)
     return {
         "sequence": export.layout.sequence_parallel, "loss_parallel": bool(found.heads),
-        "styles": compressed_table(styles),
+        "styles": compressed_table(styles, found.model),
     }  # fmt: skip
 
 
