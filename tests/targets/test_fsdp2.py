@@ -190,11 +190,12 @@ FAMILIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "n", "words"), [
-    ("llama_small", 2, "dp=2,fsdp,m=4"), ("llama_small", 2, "tp=2,sp,m=2"), ("llama_small", 2, "pp=2,vp=2,m=4"),
+    ("llama_4_blocks", 2, "dp=2,fsdp,m=4"), ("llama_4_blocks", 2, "tp=2,sp,m=2"),
+    ("llama_4_blocks", 2, "pp=2,vp=2,m=4"),
     ("gpt2_tiny", 2, "dp=2,zero=1,m=4,recompute=full"), ("gpt2_tiny", 2, "pp=2,m=4"), ("vit", 4, "dp=4,fsdp=2,m=2"),
     ("vit", 2, "tp=2"), ("vit", 2, "pp=2,m=4"), ("resnet", 2, "dp=2,m=2"), ("resnet", 2, "pp=2,m=2"),
-    ("t5_tiny", 2, "pp=2,m=4"), ("t5_tiny", 2, "dp=2,fsdp,m=2"), ("mixtral_small", 2, "dp=2,fsdp,m=2"),
-    ("mixtral_small", 2, "pp=2,m=2"),
+    ("t5_tiny", 2, "pp=2,m=4"), ("t5_tiny", 2, "dp=2,fsdp,m=2"), ("mixtral_4_blocks", 2, "dp=2,fsdp,m=2"),
+    ("mixtral_4_blocks", 2, "pp=2,m=2"),
 ])  # fmt: skip
 def test_every_family_trains_as_one_device(tmp_path: Path, family: str, n: int, words: str) -> None:
     file = tmp_path / "config.json"

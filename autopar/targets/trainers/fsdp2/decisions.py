@@ -30,13 +30,14 @@ OPTIMIZERS: dict[str, Table] = {
 def parallel_tables(export: Export) -> dict[str, Any]:
     """Return the tables of parallelize.py by name."""
     layout = export.layout
+    blocks = compressed(list(blocks_of(export.priced.captured.graph)), export.loaded.model)
     return {
         "MESH": mesh_of(export),
         "BATCH": {
             "rows": export.rows, "sequence": export.sequence, "microbatches": export.microbatches,
             "inputs": inputs_with_rows(export),
         },
-        "FULLY_SHARD": {"modules": compressed(list(blocks_of(export.priced.captured.graph))), "zero": layout.zero},
+        "FULLY_SHARD": {"modules": blocks, "zero": layout.zero},
         "CHECKPOINT": checkpointed(export),
         "PRECISION": precision_of(export),
         "TENSOR": tensor_table(export),
@@ -59,7 +60,7 @@ def checkpointed(export: Export) -> list[str]:
         return []
     blocks = list(blocks_of(export.priced.captured.graph))
     if kind == "full" and not which:
-        return compressed(blocks)
+        return compressed(blocks, export.loaded.model)
     patterns = export.priced.plan.pins.recompute
     if kind == "selective":
         return list(patterns)

@@ -1,42 +1,36 @@
-"""Patterns of module paths: ``layers.*`` for all blocks of a list."""
+"""Patterns of module paths: ``layers.*`` for all modules of a list."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-
-def compressed(paths: Sequence[str]) -> list[str]:
-    """Return patterns for paths of which all those of a list are there: ``layers.*`` for ``layers.0`` to the last."""
-    of_list: dict[str, list[int]] = {}
-    found: list[str] = []
-    for path in paths:
-        parent, _, last = path.rpartition(".")
-        if last.isdigit():
-            of_list.setdefault(parent, []).append(int(last))
-    for path in paths:
-        parent, _, last = path.rpartition(".")
-        whole = last.isdigit() and sorted(of_list[parent]) == list(range(len(of_list[parent])))
-        pattern = f"{parent}.*".lstrip(".") if whole and len(of_list[parent]) > 1 else path
-        if pattern not in found:
-            found.append(pattern)
-    return found
+from torch import nn
 
 
-def compressed_table(table: dict[str, Any]) -> dict[str, Any]:
+def compressed(paths: Sequence[str], model: nn.Module) -> list[str]:
+    """Return patterns for paths: ``layers.*`` where all modules with parameters of a list are there."""
+    return list(compressed_table(dict.fromkeys(paths), model))
+
+
+def compressed_table(table: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return a table by paths with ``*`` for the number of a list's modules, where all of them have one entry."""
     found: dict[str, Any] = {}
-    for path in table:
+    for path, entry in table.items():
         parts = path.split(".")
-        numbers = [k for k, part in enumerate(parts) if part.isdigit()]
-        pattern = path
-        if numbers:
-            k = numbers[0]
-            before, after = parts[:k], parts[k + 1 :]
-            alike = [p for p in table if p.split(".")[:k] == before and p.split(".")[k + 1 :] == after]
-            alike = [p for p in alike if p.split(".")[k].isdigit()]
-            indices = sorted(int(p.split(".")[k]) for p in alike)
-            if len(alike) > 1 and all(table[p] == table[path] for p in alike) and indices == list(range(len(indices))):
-                pattern = ".".join([*before, "*", *after])
-        found[pattern] = table[path]
+        k = next((k for k, part in enumerate(parts) if part.isdigit()), None)
+        if k is None:
+            found[path] = entry
+            continue
+        before, after = parts[:k], parts[k + 1 :]
+        numbers = numbers_in(model, ".".join(before))
+        alike = [".".join([*before, number, *after]) for number in numbers]
+        same = len(alike) > 1 and all(other in table and table[other] == entry for other in alike)
+        found[".".join([*before, "*", *after]) if same else path] = entry
     return found
+
+
+def numbers_in(model: nn.Module, path: str) -> list[str]:
+    """Return the names of the modules with parameters that a module holds."""
+    children = model.get_submodule(path).named_children()
+    return [name for name, child in children if any(True for _ in child.parameters())]

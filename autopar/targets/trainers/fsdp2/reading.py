@@ -33,24 +33,24 @@ def read(source: Source) -> Config:
         ConfigError: a table or a key of it is missing, unknown, or has a value that no layout has.
     """
     tables = tables_of(source)
-    mesh, batch, zero = tables["MESH"], tables["BATCH"], tables["FULLY_SHARD"].get("zero")
+    sizes, batch, zero = tables["MESH"], tables["BATCH"], tables["FULLY_SHARD"].get("zero")
     for name in ("pipeline", "replicate", "shard", "tensor"):
-        if not isinstance(mesh.get(name), int) or mesh[name] < 1:
-            raise source.error(f"MESH['{name}']", f"is {mesh.get(name)!r}; give a whole number of 1 or more")
+        if not isinstance(sizes.get(name), int) or sizes[name] < 1:
+            raise source.error(f"MESH['{name}']", f"is {sizes.get(name)!r}; give a whole number of 1 or more")
     for name in ("rows", "microbatches"):
         if not isinstance(batch.get(name), int) or batch[name] < 1:
             raise source.error(f"BATCH['{name}']", f"is {batch.get(name)!r}; give a whole number of 1 or more")
-    words = {"dp": str(mesh["replicate"] * mesh["shard"]), "m": str(batch["microbatches"])}
-    words |= sharding(source, mesh, zero)
-    if mesh["tensor"] > 1:
-        words["tp"] = str(mesh["tensor"])
+    words = {"dp": str(sizes["replicate"] * sizes["shard"]), "m": str(batch["microbatches"])}
+    words |= sharding(source, sizes, zero)
+    if sizes["tensor"] > 1:
+        words["tp"] = str(sizes["tensor"])
         if tables["TENSOR"].get("sequence"):
             words["sp"] = ""
-    words |= pipeline_words(source, mesh["pipeline"], tables["PIPELINE"])
+    words |= pipeline_words(source, sizes["pipeline"], tables["PIPELINE"])
     recompute = recomputed(source, tables)
     if recompute:
         words["recompute"] = recompute
-    devices = mesh["pipeline"] * mesh["replicate"] * mesh["shard"] * mesh["tensor"]
+    devices = sizes["pipeline"] * sizes["replicate"] * sizes["shard"] * sizes["tensor"]
     return Config(
         words, batch=batch["rows"], sequence=batch.get("sequence"), devices=devices,
         precision=precision_text(tables["PRECISION"]),
@@ -89,19 +89,19 @@ def tables_of(source: Source) -> dict[str, Any]:
     return found
 
 
-def sharding(source: Source, mesh: dict[str, int], zero: Any) -> dict[str, str]:
+def sharding(source: Source, sizes: dict[str, int], zero: Any) -> dict[str, str]:
     """Return ``zero`` or ``fsdp``: which state is stored in shards, and among how many ranks."""
     if zero not in (0, 1, 3):
         raise source.error("FULLY_SHARD['zero']", f"is {zero!r}; give 0, 1 or 3")
     if zero == 0:
-        if mesh["shard"] > 1:
-            raise source.error("MESH['shard']", f"is {mesh['shard']} with zero 0, which shards nothing; give 1")
+        if sizes["shard"] > 1:
+            raise source.error("MESH['shard']", f"is {sizes['shard']} with zero 0, which shards nothing; give 1")
         return {}
-    if mesh["replicate"] > 1 and zero == 1:
-        what = f"is {mesh['replicate']} with zero 1; no layout has that, give 1 or zero 3"
+    if sizes["replicate"] > 1 and zero == 1:
+        what = f"is {sizes['replicate']} with zero 1; no layout has that, give 1 or zero 3"
         raise source.error("MESH['replicate']", what)
-    if mesh["replicate"] > 1:
-        return {"fsdp": str(mesh["shard"])} if mesh["shard"] > 1 else {}
+    if sizes["replicate"] > 1:
+        return {"fsdp": str(sizes["shard"])} if sizes["shard"] > 1 else {}
     return {"zero": str(zero)}
 
 
@@ -128,7 +128,9 @@ def recomputed(source: Source, tables: dict[str, Any]) -> str:
     if patterns == blocks:
         return "full"
     lists = [block.removesuffix("*").removesuffix(".") for block in blocks]
-    insides = [next((p.removeprefix(f"{of}.*.") for of in lists if p.startswith(f"{of}.*.")), "") for p in patterns]
+    insides = [
+        next((path.removeprefix(f"{of}.*.") for of in lists if path.startswith(f"{of}.*.")), "") for path in patterns
+    ]
     if all(insides):
         return "selective:" + "+".join(dict.fromkeys(insides))
     numbers = [int(found[1]) for p in patterns if (found := re.fullmatch(r".*?(\d+)", p))]

@@ -19,19 +19,15 @@ SCHEDULES = {
 WORDS: dict[str, tuple[str, ...] | None] = {
     "dp": None,
     "tp": None,
-    "sp": ("", "sp"),
+    "sp": ("",),
     "pp": None,
     "vp": None,
     # zero=2 is zero=1 with one microbatch, and fsdp=keep too: FSDP2 runs both as zero=1
-    "zero": ("", "1", "3"),
-    "fsdp": None,
-    "mbs": None,
-    "m": None,
-    "gas": None,
-    "schedule": ("", *SCHEDULES),
-    "recompute": None,
+    "zero": ("0", "1", "3"),
+    "fsdp": ("", "[0-9]*"),
+    "schedule": tuple(SCHEDULES),
+    "recompute": ("none", "full", "full:*", "every:*", "selective:*"),
     "optimizer": ("adamw", "sgd", "sgd_momentum"),
-    "precision": None,
 }
 
 

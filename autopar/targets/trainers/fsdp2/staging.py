@@ -12,7 +12,7 @@ from autopar.planner.layouts.stage_starts import block_of, blocks_of
 from autopar.targets.target import Export
 from autopar.targets.trainers.fsdp2.folder import pipeline
 from autopar.targets.trainers.fsdp2.inputs import caller, inputs_with_rows, loss_position, microbatch_of_rank
-from autopar.targets.trainers.fsdp2.patterns import compressed
+from autopar.targets.trainers.fsdp2.patterns import compressed_table
 from autopar.targets.trainers.fsdp2.recording import Recorded, fake_copy, fake_inputs, on_shapes
 from autopar.targets.trainers.fsdp2.sayable import SCHEDULES
 from autopar.torch_private import FakeTensorMode
@@ -29,6 +29,8 @@ def pipeline_of(export: Export) -> dict[str, Any]:
         return {}
     starts = starts_of(export)
     blocks = list(blocks_of(export.priced.captured.graph))
+    if [path for path, _ in export.loaded.model.named_modules() if path in blocks] != blocks:
+        raise refusal(export, "it calls its blocks in another order than it holds them")
     mode = FakeTensorMode()
     model, inputs = fake_copy(export.loaded.model, mode), fake_inputs(microbatch_of_rank(export), mode)
     call = caller(loss_position(export))
@@ -87,15 +89,7 @@ def returns_of(export: Export, recorded: Recorded, blocks: Sequence[str]) -> dic
         if not is_literal(plain):
             raise refusal(export, f"{path} returns a {type(output).__name__}, which is no tensor, tuple, list or dict")
         texts[path] = plain
-    found: dict[str, Any] = {}
-    for pattern in compressed(list(texts)):
-        parent = pattern.removesuffix("*")
-        alike = [texts[p] for p in texts if p == pattern or (pattern.endswith("*") and p.startswith(parent))]
-        if all(text == alike[0] for text in alike):
-            found[pattern] = alike[0]
-        else:
-            found |= {p: text for p, text in texts.items() if p.startswith(parent)}
-    return found
+    return compressed_table(texts, export.loaded.model)
 
 
 def in_text(tensor: torch.Tensor) -> str:
@@ -145,7 +139,9 @@ def check_stages(export: Export, table: dict[str, Any], blocks: list[str]) -> No
     floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for number in range(len(table["starts"]) + 1):
         with on_shapes(mode):
-            stage = pipeline.Stage(model, caller(loss_position(export)), number, table, blocks, constants, floats)
+            stage = pipeline.StageOfModel(
+                model, caller(loss_position(export)), number, table, blocks, constants, floats
+            )
             stage.take_arrivals()
             arrived = [pipeline.empty(t, floats, "cpu").requires_grad_() for t in stage.takes.values()]
             try:

@@ -21,7 +21,7 @@ from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.targets.target import Export
 from autopar.targets.trainers.fsdp2.patterns import compressed_table
-from autopar.targets.trainers.fsdp2.tensor_trial import Calls, calls_of, problem_of
+from autopar.targets.trainers.fsdp2.tensor_trial import GivenArguments, calls_of, problem_of
 from autopar.words.graph import Graph, Ref
 from autopar.words.placements import Placement
 
@@ -48,7 +48,7 @@ def tensor_table(export: Export) -> dict[str, Any]:
         raise found.refusal(problem)
     return {
         "sequence": export.layout.sequence_parallel, "loss_parallel": bool(found.heads),
-        "styles": compressed_table(styles),
+        "styles": compressed_table(styles, found.model),
     }  # fmt: skip
 
 
@@ -155,7 +155,7 @@ class _Found:
     def _first_blocks(self) -> list[str]:
         return list(blocks_of(self.graph))[:1]
 
-    def styles(self, calls: Calls) -> Styles:
+    def styles(self, calls: GivenArguments) -> Styles:
         """Return the styles of modules by path."""
         made, _ = self._states
         found: Styles = {}
@@ -230,7 +230,7 @@ class _Found:
                 maker = self.graph.nodes[ref.node].where
                 raise self.refusal(f"{node.where} takes whole what {maker} has in shards, and no style gathers it")
 
-    def from_first_block(self, styles: Styles, calls: Calls) -> Styles:
+    def from_first_block(self, styles: Styles, calls: GivenArguments) -> Styles:
         """Return styles with which the residual is whole until the first block, and cut from there on.
 
         For models that read from the embedding's shape how long the sequence is.

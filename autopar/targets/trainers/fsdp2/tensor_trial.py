@@ -26,7 +26,7 @@ RESHAPES = ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as")
 
 
 @dataclass
-class Calls:
+class GivenArguments:
     """What modules were given in a call: positional and named arguments, by path."""
 
     given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Calls:
         return next((k for k, v in named if isinstance(v, torch.Tensor) and v.requires_grad), None)
 
 
-def calls_of(export: Export, paths: Sequence[str]) -> Calls:
+def calls_of(export: Export, paths: Sequence[str]) -> GivenArguments:
     """Return what modules are given in a call on shapes."""
-    mode, calls = FakeTensorMode(), Calls()
+    mode, calls = FakeTensorMode(), GivenArguments()
     model = fake_copy(export.loaded.model, mode)
 
     def noting(path: str) -> Callable[..., None]:
@@ -73,7 +73,7 @@ def calls_of(export: Export, paths: Sequence[str]) -> Calls:
     return calls
 
 
-class Traced(TorchFunctionMode):
+class FunctionTrace(TorchFunctionMode):
     """The functions that a call of a model runs, with the shapes that they take and give, and in which module."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,7 +107,7 @@ def problem_of(export: Export, styles: dict[str, dict[str, Any]]) -> str:
         mode = FakeTensorMode()
         model = fake_copy(export.loaded.model, mode)
         inputs = fake_inputs(microbatch_of_rank(export), mode)
-        traced = Traced(model)
+        traced = FunctionTrace(model)
         if cut:
             for path, style in styles.items():
                 with on_shapes(mode):
@@ -122,7 +122,7 @@ def problem_of(export: Export, styles: dict[str, dict[str, Any]]) -> str:
     return difference(traces[0], traces[1], ways)
 
 
-def localize(module: Any, style: dict[str, Any], ways: int, traced: Traced) -> None:
+def localize(module: Any, style: dict[str, Any], ways: int, traced: FunctionTrace) -> None:
     """Give a module the shapes that it has, takes and gives on one of several ranks."""
     kind = style["style"]
     if kind == "inputs":
@@ -156,7 +156,7 @@ def localize(module: Any, style: dict[str, Any], ways: int, traced: Traced) -> N
         module.register_forward_hook(lambda _m, _args, out: quietly(traced, (out,), style["output"], ways, True)[0])
 
 
-def quietly(traced: Traced, args: tuple[Any, ...], layout: str, ways: int, cut: bool = False) -> tuple[Any, ...]:
+def quietly(traced: FunctionTrace, args: tuple[Any, ...], layout: str, ways: int, cut: bool = False) -> tuple[Any, ...]:
     """Return arguments of which the first is gathered from a layout, or cut into it, without noting it."""
     traced.paused = True
     before, after = ("whole", layout) if cut else (layout, "whole")

@@ -1,4 +1,4 @@
-"""Usage: check.py FOLDER ...: train folders on one process and on as many as they are for; exit code 1 if losses differ.
+"""Usage: check.py FOLDER ...: train folders on one process and on those they are for; exit code 1 if losses differ.
 
 Four steps of AdamW in float64 agree to 1e-10, in float32 to 1e-6. Run by a Python without autopar.
 """

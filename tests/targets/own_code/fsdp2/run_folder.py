@@ -94,7 +94,7 @@ def main() -> None:
     sys.path.insert(0, str(folder))
     import parallelize
 
-    step = parallelize.Trainer.forward_backward
+    step = parallelize.ParallelTraining.forward_backward
 
     def counted(self: Any, batch: Any) -> Any:
         with Counted() as found:
@@ -107,7 +107,7 @@ def main() -> None:
             counts.write_text(json.dumps(every))
         return loss
 
-    parallelize.Trainer.forward_backward = counted
+    parallelize.ParallelTraining.forward_backward = counted
     if in_float64:
         with InFloat64():
             runpy.run_path(str(folder / "train.py"), run_name="__main__")

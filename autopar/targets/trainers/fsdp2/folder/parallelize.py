@@ -32,7 +32,7 @@ Call = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
 """What gives the loss of a model for inputs by name."""
 
 
-class Trainer:
+class ParallelTraining:
     """A model on all ranks, ready to train.
 
     Attributes:
@@ -82,9 +82,9 @@ class Trainer:
             self._spread(stage, mixed)
         self.model = nn.ModuleList(stages) if PIPELINE else model
         if PIPELINE:
-            from pipeline import Schedule
+            from pipeline import StageSchedule
 
-            self.schedule = Schedule(stages, self.mesh, device, BATCH["microbatches"], PIPELINE)
+            self.schedule = StageSchedule(stages, self.mesh, device, BATCH["microbatches"], PIPELINE)
 
     @property
     def data_ranks(self) -> int:
@@ -93,7 +93,7 @@ class Trainer:
 
     def _stages(self, model: nn.Module, example: dict[str, Any], mixed: bool) -> list[nn.Module]:
         """Return the stages of this rank: every one of as many as the pipeline has ranks."""
-        from pipeline import Stage
+        from pipeline import StageOfModel
 
         assert self.mesh is not None
         one = microbatch(example, 0, 0)
@@ -106,7 +106,7 @@ class Trainer:
             floats = getattr(torch, PRECISION["compute"])
         constants = moved({name: value for name, value in one.items() if name not in BATCH["inputs"]}, self.device)
         numbers = range(self.mesh.get_local_rank("pipeline"), len(PIPELINE["starts"]) + 1, MESH["pipeline"])
-        return [Stage(model, self.call, number, PIPELINE, blocks, constants, floats) for number in numbers]
+        return [StageOfModel(model, self.call, number, PIPELINE, blocks, constants, floats) for number in numbers]
 
     def _spread(self, model: nn.Module, mixed: bool) -> None:
         """Apply tensor parallelism, recomputation and sharding to the model or to a stage of it, in this order."""
@@ -117,7 +117,8 @@ class Trainer:
         if MESH["tensor"] > 1:
             import tensor_parallel
 
-            tensor_parallel.apply(inner, self.mesh["tensor"], TENSOR)
+            devices = self.mesh
+            tensor_parallel.apply(inner, devices["tensor"], TENSOR)
         checkpoint_modules(inner)
         shard_parameters([*(module for _, module in matching(inner, FULLY_SHARD["modules"])), model], self.mesh, mixed)
         model.to(self.device)  # buffers
@@ -203,7 +204,7 @@ def checkpoint_modules(model: nn.Module) -> None:
         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
 
-def shard_parameters(modules: list[nn.Module], mesh: DeviceMesh, mixed: bool) -> None:
+def shard_parameters(modules: list[nn.Module], devices: DeviceMesh, mixed: bool) -> None:
     """Shard parameters, gradients and optimizer state, or replicate them: a group for each block, one for the rest.
 
     ``modules`` are the blocks, and last the model, or the stage, that holds them.
@@ -216,8 +217,8 @@ def shard_parameters(modules: list[nn.Module], mesh: DeviceMesh, mixed: bool) ->
     if mixed and PRECISION:
         formats = {name: getattr(torch, dtype) for name, dtype in PRECISION.items()}
         policy = MixedPrecisionPolicy(param_dtype=formats.get("compute"), reduce_dtype=formats.get("reduce"))
-    names = mesh.mesh_dim_names or ()
-    over = mesh["replicate", "shard"] if "replicate" in names and MESH["replicate"] > 1 else mesh["shard"]
+    hybrid = devices.ndim > 1 and MESH["replicate"] > 1
+    over = devices["replicate", "shard"] if hybrid else devices["shard"]
     for module in modules:
         fully_shard(module, mesh=over, reshard_after_forward=zero == 3, mp_policy=policy)
 

@@ -113,7 +113,7 @@ def returned(table: dict[str, Any], path: str) -> Any:
     raise KeyError(f"PIPELINE['returns'] has no module {path}")
 
 
-class Stage(nn.Module):
+class StageOfModel(nn.Module):
     """One stage of a model.
 
     Attributes:
@@ -193,11 +193,11 @@ class Stage(nn.Module):
         return loss.reshape(1)
 
 
-class Schedule:
+class StageSchedule:
     """The stages of a rank, and the order in which they run microbatches."""
 
     def __init__(
-        self, stages: list[Stage], mesh: DeviceMesh, device: torch.device, count: int, table: dict[str, Any]
+        self, stages: list[StageOfModel], mesh: DeviceMesh, device: torch.device, count: int, table: dict[str, Any]
     ) -> None:
         """Make the schedule.
 
@@ -249,7 +249,8 @@ class Schedule:
 
 def tie_group(mesh: DeviceMesh, owners: list[int]) -> dist.ProcessGroup | None:
     """Return the group of this rank with the ranks that have a copy of a parameter, by their pipeline ranks."""
-    groups = mesh.mesh[owners].reshape(len(owners), -1).T.tolist()
+    grid = mesh.mesh
+    groups = grid[owners].reshape(len(owners), -1).T.tolist()
     found = [dist.new_group(group) for group in groups]
     mine = [group for group, ranks in zip(found, groups, strict=True) if dist.get_rank() in ranks]
     return mine[0] if mine else None

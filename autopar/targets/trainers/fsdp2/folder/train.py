@@ -133,7 +133,7 @@ def main() -> None:
     if args.dtype:
         dtype = getattr(torch, args.dtype)
         example = {k: v.to(dtype) if torch.is_floating_point(v) else v for k, v in example.items()}
-    trainer = parallelize.Trainer(model, call, example, device, mixed=not args.dtype)
+    trainer = parallelize.ParallelTraining(model, call, example, device, mixed=not args.dtype)
     torch.manual_seed(args.seed + 1 + trainer.part)  # data ranks draw masks of dropout of their own
     optimizer = optimizer_of(trainer.model)
     losses = []
