@@ -32,6 +32,7 @@ What people use, around them:
 :mod:`.api`           the calls of a script; :mod:`.parallelizing`: what one of them does, step by step
 :mod:`.cli`           the command; :mod:`.mcp_server`: its answers as tools of agents
 :mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages; :mod:`.launching`: as jobs on a cluster
+:mod:`.targets`       plans as files of other trainers, and their files priced
 :mod:`.integrations`  training loops of transformers and accelerate
 :mod:`.elastic`       ranks that are started again when one dies
 :mod:`.profiling`     a machine, and the load of experts, measured

@@ -1,14 +1,14 @@
 """What every trainer can express of 12 published clusters: exported, read back, priced again, and what it costs.
 
-    python benchmarks/targets.py                            all cases and trainers: a JSON line each, in an hour
+    python benchmarks/targets.py                            all cases and trainers: a JSON line each
     python benchmarks/targets.py gpt3-64 vit-h-32           these cases
     python benchmarks/targets.py --for megatron gpt3-64     one trainer
     python benchmarks/targets.py --folders out              and keep the exported folders, for make test-targets
     python benchmarks/targets.py --page rows.jsonl          docs/targets.md from the lines
 
 A row has the fastest layout that the trainer can say, its seconds and memory with the trainer's software; what
-``autopar price`` makes of the exported files (``again``, which should be the same seconds); and autopar's own best plan,
-priced with the same software: what the restriction costs. autopar's own plan is searched once a case, for autopar's own
+``autopar price`` makes of the exported files (``again``, which should be the same seconds); and autopar's own best
+plan, priced with the same software: what the restriction costs. That plan is searched once a case, for autopar's own
 runtime. A trainer that cannot train the model has the reason instead.
 """
 

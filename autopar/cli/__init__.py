@@ -1,12 +1,14 @@
 """The command ``autopar``: one file per group of commands, tables by :mod:`autopar.report`.
 
 ================= =====================================================================================================
-:mod:`.plan`      ``plan``; :mod:`.layouts`: its search over everything, ``--top`` and ``--like``
+:mod:`.plan`      ``plan``; :mod:`.layouts`: its search over everything, ``--top`` and ``--like``; :mod:`.plan_for`:
+                  ``--for``, within what another trainer can express
 :mod:`.fits`      ``fits``, whether a layout fits the memory
 :mod:`.price`     ``price``, the config of another trainer; :mod:`.export`: ``export``, a plan for another trainer
 :mod:`.check`     ``check``, the certificate; :mod:`.verify`: ``verify``, the numbers of one device
 :mod:`.show`      ``show`` and ``diff``; :mod:`.stages`: plans in stages as tables
-:mod:`.report`    ``report``, a plan as one HTML page; :mod:`.memory`: ``memory``, what fills its devices
+:mod:`.report`    ``report``, a plan as one HTML page; :mod:`.report_layouts`: the layouts beside it
+:mod:`.memory`    ``memory``, what fills the devices of a plan
 :mod:`.explain`   ``explain``; :mod:`.explain_cut`: of the cut at which a stage begins
 :mod:`.inspect`   ``inspect``, what was captured
 :mod:`.run`       ``run``; :mod:`.simulate`: ``simulate``; :mod:`.launch`: ``launch``, scripts for torchrun and Slurm

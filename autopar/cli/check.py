@@ -101,9 +101,9 @@ def _as_json(report: Report) -> Facts:
 
 
 def _show(stages: tuple[StagePlan, ...], reports: list[Report]) -> None:
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
 
-    table = Table(title="what the plan claims, and what its program does")
+    table = FittedTable(title="what the plan claims, and what its program does")
     for name in ("stage", "seconds", "counted", "state", "counted", "activations", "counted", "collectives"):
         text = name in ("stage", "collectives")
         table.add_column(name, justify="left" if text else "right", below=name == "collectives")

@@ -29,8 +29,8 @@ from autopar.cli.common import (
 if TYPE_CHECKING:
     from autopar.planfile import Document
     from autopar.planner.layouts.pricing import PricedLayout
-    from autopar.targets.exporting import Cost, Exporter
-    from autopar.targets.target import Export, Written
+    from autopar.targets.exporting import ExportCost, Exporter
+    from autopar.targets.target import Export, WrittenFiles
 
 RECORD = "autopar.json"
 """The file of a folder that says what it was made from; a folder with it may be written again."""
@@ -96,7 +96,7 @@ def _exporter(document: Document, path: Path, to: str, model: str | None, *, tru
     return Exporter(target_named(to), loaded, captured, layouts, document.cluster_name, rows_of(example))
 
 
-def _layout(exporter: Exporter, document: Document) -> tuple[PricedLayout, Cost | None]:
+def _layout(exporter: Exporter, document: Document) -> tuple[PricedLayout, ExportCost | None]:
     """Return the layout to write: that of the plan, or the nearest one with what it costs."""
     from dataclasses import replace
 
@@ -115,7 +115,7 @@ def _layout(exporter: Exporter, document: Document) -> tuple[PricedLayout, Cost 
     return cost.found, cost
 
 
-def _record(path: Path, made: Export, written: Written, cost: Cost | None) -> str:
+def _record(path: Path, made: Export, written: WrittenFiles, cost: ExportCost | None) -> str:
     """Return the file that says what a folder was made from, and what was promised of it."""
     plan = made.priced.plan
     said = {
@@ -129,7 +129,7 @@ def _record(path: Path, made: Export, written: Written, cost: Cost | None) -> st
     return json.dumps(said, indent=2, ensure_ascii=False) + "\n"
 
 
-def _answer(output: Path, made: Export, written: Written, cost: Cost | None) -> list[str]:
+def _answer(output: Path, made: Export, written: WrittenFiles, cost: ExportCost | None) -> list[str]:
     """Return the answer as lines of text."""
     priced = made.priced
     lines = [

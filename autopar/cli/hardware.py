@@ -12,7 +12,7 @@ from autopar.cli.exit_codes import EPILOG
 from autopar.cli.new_cluster import new
 from autopar.cli.stopping import to_its_end
 from autopar.report import Facts
-from autopar.report.fitted_tables import Table
+from autopar.report.fitted_tables import FittedTable
 
 
 def devices(as_json: Json = False) -> None:
@@ -42,7 +42,7 @@ def devices(as_json: Json = False) -> None:
         print_json({"devices": rows}, "devices")
         return
     dtypes = "bfloat16", "float32", "float8"
-    table = Table("device")
+    table = FittedTable("device")
     for name in ("memory GB", "bandwidth GB/s", *(f"{dtype} TFLOP/s" for dtype in dtypes), "power W"):
         table.add_column(name, justify="right")
     table.add_column("link", below=1)
@@ -87,7 +87,7 @@ def clusters(
         for c in listed:
             out().print(c.describe(), markup=False)
     else:
-        table = Table("cluster")
+        table = FittedTable("cluster")
         for name in ("devices", "nodes"):
             table.add_column(name, justify="right")
         table.add_column("kind")
@@ -97,7 +97,7 @@ def clusters(
             table.add_row(row["name"], str(row["devices"]), str(row["nodes"]), kinds_text, row["description"])
         out().print(table)
         title = "trainers: --as NAME, or 'CLUSTER as NAME'"
-        trainers = Table("trainer", title=title, title_style="bold")
+        trainers = FittedTable("trainer", title=title, title_style="bold")
         trainers.add_column("factor", justify="right")
         trainers.add_column("description", below=1, named=False)
         for record in software().values():

@@ -157,7 +157,7 @@ def inspect(
 def _print_passes(runs: Sequence[PassRun], dump_after: str | None, as_json: bool) -> None:
     """Print the passes that ran, or the program behind one of them."""
     from autopar.capture.passes import passes, summary
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
 
     rows = summary(runs)
     dumped = next((run for run in rows if run.name == dump_after), None)
@@ -176,7 +176,7 @@ def _print_passes(runs: Sequence[PassRun], dump_after: str | None, as_json: bool
     if as_json:
         print_json({"passes": facts, "program": None if dumped is None else dumped.dump.splitlines()}, "passes")
         return
-    table = Table("pass", "phase", "nodes", "time")
+    table = FittedTable("pass", "phase", "nodes", "time")
     table.add_column("reason", below=1, named=False)
     for run in rows:
         nodes = f"{run.before} -> {run.after}" if run.before != run.after else f"{run.after}, some replaced"
@@ -210,7 +210,7 @@ def _print(facts: dict[str, Any]) -> None:
     from rich.text import Text
 
     from autopar.errors import first_few
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
 
     console = out()
     p = facts["parameters"]
@@ -255,11 +255,11 @@ def _print(facts: dict[str, Any]) -> None:
         first = f"{row['count']} {target}, {row['when']}: {row['why']}; the first is {row['first']}"
         console.print(f"  adds in no fixed order on GPUs: {first}", markup=False)
     if facts["without rule"]:
-        table = Table("op without a rule (kept whole)", "count", "first", "why", header_style="bold yellow")
+        table = FittedTable("op without a rule (kept whole)", "count", "first", "why", header_style="bold yellow")
         for target, row in facts["without rule"].items():
             table.add_row(target, str(row["count"]), Text(row["first"]), Text(f"it {row['why']}" if row["why"] else ""))
         console.print(table)
-    table = Table("op", "count")
+    table = FittedTable("op", "count")
     table.add_column("rules", below=1, named=False)
     for target, row in facts["rules"].items():
         more = f"\n... {len(row['rules']) - MOST_RULES} more" if len(row["rules"]) > MOST_RULES else ""

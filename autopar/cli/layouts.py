@@ -189,10 +189,10 @@ def rows_of_layouts(outcome: Outcome, hardware: Cluster, top: int, pinned: Seque
 
 def table(rows: list[LayoutRow]) -> None:
     """Return layouts as a table; ``*`` marks those that no faster one beats in memory."""
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
 
     console = out()
-    shown = Table("layout")
+    shown = FittedTable("layout")
     for name in ("a step", "idle", "memory", "tokens/s", "of peak", "front"):
         shown.add_column(name, justify="right")
     for row in rows:

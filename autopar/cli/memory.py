@@ -110,7 +110,7 @@ def _written(file: OutputFile, plan: Plan, memory: DeviceMemory) -> str:
 def _print_categories(devices: list[DeviceMemory]) -> None:
     from rich.text import Text
 
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
     from autopar.report.memory_contents import CATEGORIES
     from autopar.report.page.memory_chart import group_words
 
@@ -118,7 +118,7 @@ def _print_categories(devices: list[DeviceMemory]) -> None:
     for device in devices:
         alike.setdefault((*device.categories.values(), device.limit_bytes), []).append(device)
     columns = list(alike.values())
-    table = Table("at the fullest moment")
+    table = FittedTable("at the fullest moment")
     for column in columns:
         table.add_column(group_words([device.group for device in column]), justify="right")
     for name in CATEGORIES:
@@ -137,9 +137,9 @@ def _print_categories(devices: list[DeviceMemory]) -> None:
 def _print_tensors(device: DeviceMemory, top: int) -> None:
     from rich.text import Text
 
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
 
-    table = Table("the largest", "what", "stage")
+    table = FittedTable("the largest", "what", "stage")
     table.add_column("bytes", justify="right")
     for row in device.tensors(top):
         pieces = f" ({row['pieces']} tensors)" if row["pieces"] > 1 else ""

@@ -24,7 +24,7 @@ from autopar.report import Facts
 if TYPE_CHECKING:
     from autopar.planner.layouts.pricing import PricedLayout, PricedLayouts
     from autopar.report.memory_contents import DeviceMemory
-    from autopar.targets.pricing import Change
+    from autopar.targets.pricing import LayoutChange
     from autopar.targets.search import TargetSearch
     from autopar.targets.target import Config, Target
 
@@ -148,7 +148,7 @@ def _memory(found: PricedLayout, where: str) -> DeviceMemory:
 
 
 def _answer(
-    target: Target, said: Config, found: PricedLayout, changes: list[Change], search: TargetSearch
+    target: Target, said: Config, found: PricedLayout, changes: list[LayoutChange], search: TargetSearch
 ) -> list[str]:
     """Return the answer as lines of text."""
     from autopar.targets.pricing import where_time_goes
@@ -179,7 +179,7 @@ def _answer(
     return lines
 
 
-def _facts(config: Path, target: Target, said: Config, found: PricedLayout, changes: list[Change]) -> Facts:
+def _facts(config: Path, target: Target, said: Config, found: PricedLayout, changes: list[LayoutChange]) -> Facts:
     """Return the answer as values for JSON."""
     from autopar.targets.pricing import facts, where_time_goes
 

@@ -194,10 +194,11 @@ def _lines(found: ParameterMove, keep: bool) -> list[str]:
 
 
 def _print_tensors(found: ParameterMove, new: dict[str, StoredParameter], top: int) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table("parameter", "shape", header_style="bold")
+    from autopar.report.fitted_tables import FittedTable
+
+    table = FittedTable("parameter", "shape")
     for name in ("in messages", "of all", "there already"):
         table.add_column(name, justify="right")
     alike: dict[tuple[str, str], list[MovedTensor]] = {}

@@ -38,7 +38,7 @@ from autopar.plans.prices import bytes_together
 from autopar.report import Facts
 
 if TYPE_CHECKING:
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
     from autopar.words.graph import Graph
 
 
@@ -239,9 +239,9 @@ def _report(result: Facts, cluster: str, as_json: bool) -> None:
     if as_json:
         print_json(result, "run")
         return
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
 
-    table = Table("step", "loss", "seconds")
+    table = FittedTable("step", "loss", "seconds")
     shown = list(enumerate(zip(result["losses"], result["seconds"], strict=True)))
     for k, (loss, seconds) in shown if len(shown) <= 12 else [*shown[:4], *shown[-4:]]:
         if len(shown) > 12 and k == shown[-4][0]:
@@ -260,11 +260,11 @@ def _report(result: Facts, cluster: str, as_json: bool) -> None:
     )
 
 
-def _table(groups: list[Facts]) -> Table:
+def _table(groups: list[Facts]) -> FittedTable:
     """Return predicted next to measured values: operator kinds of at least 1% of the step, and memory."""
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
 
-    table = Table("group", "what")
+    table = FittedTable("group", "what")
     for name in ("predicted", "measured", "ratio"):
         table.add_column(name, justify="right")
     for number, group in enumerate(groups):

@@ -251,7 +251,7 @@ def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
     from rich.text import Text
 
     from autopar.plans.clusters import get_cluster
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
     from autopar.report.profile_differences import profile_differences
 
     rows, notes = profile_differences(get_cluster(a), get_cluster(b))
@@ -262,7 +262,7 @@ def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
     console = out()
     for note in notes:
         console.print(note, markup=False)
-    table = Table("what", str(a), str(b), "ratio")
+    table = FittedTable("what", str(a), str(b), "ratio")
     for what, x, y in rows:
         table.add_row(Text(what), show_seconds(x), show_seconds(y), f"{y / x:.2f}" if x else "-")
     console.print(table)
@@ -281,9 +281,9 @@ def _print_diff(a: Path, b: Path, rows: list[Row], as_json: bool, alike: bool) -
         return
     from rich.text import Text
 
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
 
-    table = Table("what")
+    table = FittedTable("what")
     for path in (a, b):
         table.add_column(str(path), below=1)
     for what, x, y in rows:

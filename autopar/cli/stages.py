@@ -11,7 +11,7 @@ from autopar.words.meshes import Mesh
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.plans.plan import Plan
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
     from autopar.words.graph import Graph
     from cost_models.schedules import Timeline
     from hardware_profiles import Cluster
@@ -95,11 +95,11 @@ def print_layout(graph: Graph, plan: Plan, indent: str = "") -> None:
         console.print(f"{indent}  {part.name} ({part.share:.0%} of the FLOPs){where}: {part.layout}", markup=False)
 
 
-def times_table(stages: list[Facts]) -> Table:
+def times_table(stages: list[Facts]) -> FittedTable:
     """Return a table of the stages' places and seconds of a microbatch."""
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
 
-    table = Table("stage")
+    table = FittedTable("stage")
     table.add_column("begins at", below=2, named=False)
     table.add_column("devices")
     table.add_column("mesh", below=1)
@@ -114,12 +114,12 @@ def times_table(stages: list[Facts]) -> Table:
     return table
 
 
-def memory_table(stages: list[Facts]) -> Table:
+def memory_table(stages: list[Facts]) -> FittedTable:
     """Return a table of the memory of one device of each stage."""
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
 
     parts = ("parameter", "gradient", "optimizer", "gathered")
-    table = Table("stage", caption=GATHERED if any(s["gathered_bytes"] for s in stages) else None)
+    table = FittedTable("stage", caption=GATHERED if any(s["gathered_bytes"] for s in stages) else None)
     for name in ("parameters", "gradients", "optimizer", "gathered", "activations", "working", "sum", "limit"):
         table.add_column(name, justify="right", below=name in ("parameters", "gradients", "optimizer"))
     for s in stages:

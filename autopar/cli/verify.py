@@ -282,10 +282,10 @@ def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: PyTree, kwarg
 
 def _print(rows: list[Facts], where: str) -> None:
     from autopar.comparison.program_vs_eager import OF_ONE_DEVICE
-    from autopar.report.fitted_tables import Table
+    from autopar.report.fitted_tables import FittedTable
 
     title = f"worst relative difference to one device, {where}"
-    table = Table(title=title)
+    table = FittedTable(title=title)
     for name in ("plan", "loss", "gradients", "worst in", "weights", "worst in", ""):
         table.add_column(name)
     for r in rows:

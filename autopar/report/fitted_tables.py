@@ -18,7 +18,7 @@ LEAST_FOLDED = 40
 CUT = "…"
 
 
-class Table(rich_table.Table):
+class FittedTable(rich_table.Table):
     """A table with borders where it is wide enough, and without them elsewhere.
 
     Where the table with all its cells on one line is wider than the terminal, borders are left out and heads are
@@ -68,7 +68,7 @@ class Table(rich_table.Table):
 class _Narrow:
     """A table without borders, ``width`` columns wide."""
 
-    def __init__(self, table: Table, width: int) -> None:
+    def __init__(self, table: FittedTable, width: int) -> None:
         self.table, self.width = table, width
         self.cells = [[_one_line(cell) for cell in column._cells] for column in table.columns]
         self.heads = [Text(str(column.header)) for column in table.columns]

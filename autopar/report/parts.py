@@ -15,7 +15,7 @@ from autopar.words.graph import Graph
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """One part of a model.
 
     Attributes:
@@ -58,7 +58,7 @@ def parts_of(graph: Graph) -> list[str]:
     return list(parts)
 
 
-def layout_of_parts(graph: Graph, plan: Plan, use: AxisUse) -> list[Part]:
+def layout_of_parts(graph: Graph, plan: Plan, use: AxisUse) -> list[ModelPart]:
     """Return the parts of a model that compute or have parameters; none of a model with one list of blocks.
 
     Args:
@@ -77,7 +77,7 @@ def layout_of_parts(graph: Graph, plan: Plan, use: AxisUse) -> list[Part]:
         stages = [k for k, stage in enumerate(plan.stages) if not ops.isdisjoint(stage.ops)]
         where = stages_in_words(stages) if len(plan.stages) > 1 else ""
         of_part: Sequence[StagePlan] = [plan.stages[k] for k in stages]
-        parts.append(Part(part, sum(params.values()), share, where, mesh_by_mesh(use, of_part, ops, params)))
+        parts.append(ModelPart(part, sum(params.values()), share, where, mesh_by_mesh(use, of_part, ops, params)))
     return parts
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.text import Text
 
 from autopar.report import Facts
-from autopar.report.fitted_tables import Table
+from autopar.report.fitted_tables import FittedTable
 from autopar.report.rows import BlockRows, Collective, ParamRow
 from autopar.report.why import Alternative
 from autopar.words.meshes import Mesh
@@ -21,10 +21,10 @@ SHORT = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter
 
 def block_table(
     block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Show, every: bool = False, title: str = ""
-) -> Table:
+) -> FittedTable:
     """Return a block as a table of its ops; ``every`` includes views."""
     title = title or block.name or "outside of blocks"
-    table = Table(title=f"{title} (x {block.count})" if block.count > 1 else title, title_style="bold")
+    table = FittedTable(title=f"{title} (x {block.count})" if block.count > 1 else title, title_style="bold")
     table.add_column("op")
     table.add_column("rule", below=3)
     for axis, size in mesh:
@@ -67,9 +67,9 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     return "\n".join(lines)
 
 
-def param_table(rows: Sequence[ParamRow], show_bytes: Show, show_seconds: Show) -> Table:
+def param_table(rows: Sequence[ParamRow], show_bytes: Show, show_seconds: Show) -> FittedTable:
     """Return a table of parameters with their stored and used placements."""
-    table = Table(title="parameters", title_style="bold")
+    table = FittedTable(title="parameters", title_style="bold")
     table.add_column("name")
     for name in ("shape", "stored", "used", "lifetime", "collectives"):
         table.add_column(name, below=name == "collectives")
@@ -84,9 +84,9 @@ def param_table(rows: Sequence[ParamRow], show_bytes: Show, show_seconds: Show) 
     return table
 
 
-def totals_table(totals: Mapping[str, Mapping[str, float]], show_bytes: Show, show_seconds: Show) -> Table:
+def totals_table(totals: Mapping[str, Mapping[str, float]], show_bytes: Show, show_seconds: Show) -> FittedTable:
     """Return memory and time of a step next to each other."""
-    table = Table(title="one step on one rank", title_style="bold")
+    table = FittedTable(title="one step on one rank", title_style="bold")
     for name in ("memory", "bytes", "time", "seconds"):
         table.add_column(name, justify="right" if name in ("bytes", "seconds") else "left")
     memory = [(k, show_bytes(v)) for k, v in totals["bytes"].items()]
@@ -96,9 +96,9 @@ def totals_table(totals: Mapping[str, Mapping[str, float]], show_bytes: Show, sh
     return table
 
 
-def alternatives_table(rows: Sequence[Alternative], mesh: Mesh, show_bytes: Show, show_seconds: Show) -> Table:
+def alternatives_table(rows: Sequence[Alternative], mesh: Mesh, show_bytes: Show, show_seconds: Show) -> FittedTable:
     """Return the strategies of one op, the chosen one marked."""
-    table = Table("", *(f"{axis}={size}" for axis, size in mesh))
+    table = FittedTable("", *(f"{axis}={size}" for axis, size in mesh))
     for name in ("compute", "reshard", "parameters", "sum", "state"):
         table.add_column(name, justify="right")
     for r in rows:
@@ -110,13 +110,13 @@ def alternatives_table(rows: Sequence[Alternative], mesh: Mesh, show_bytes: Show
     return table
 
 
-def file_tables(raw: Facts) -> list[Table]:
+def file_tables(raw: Facts) -> list[FittedTable]:
     """Return ops and parameters by pattern of a plan file, without its model."""
     axes = [part.split("=")[0] for part in raw["mesh"].split(",")]
-    ops = Table("ops", *axes, title="ops by pattern (later lines override)", title_style="bold")
+    ops = FittedTable("ops", *axes, title="ops by pattern (later lines override)", title_style="bold")
     for pattern, entry in raw["ops"].items():
         ops.add_row(Text(pattern), *(_blank(entry.get(axis, "")) for axis in axes))
-    params = Table("parameters", "stored", "used", "lifetime", title="parameters by pattern", title_style="bold")
+    params = FittedTable("parameters", "stored", "used", "lifetime", title="parameters by pattern", title_style="bold")
     for pattern, entry in raw["params"].items():
         params.add_row(Text(pattern), entry["stored"], entry["used"], entry.get("lifetime", "step"))
     return [ops, params]

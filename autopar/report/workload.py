@@ -57,7 +57,7 @@ def workload_of(graph: Graph, plan: Plan) -> Workload:
 
 
 @dataclass(frozen=True)
-class Cost:
+class TrainingCost:
     """The cost of a number of tokens or samples.
 
     Attributes:
@@ -87,14 +87,14 @@ class Cost:
         return f"{grouped(self.device_hours)} device-hours{money}"
 
 
-def cost_of(row: LayoutRow, amount: float, price_per_hour: float | None = None) -> Cost:
+def cost_of(row: LayoutRow, amount: float, price_per_hour: float | None = None) -> TrainingCost:
     """Return the cost of ``amount`` tokens, or samples, with a layout.
 
     The devices are paid from the first step to the last, as ``amount`` divided by what a second trains.
     """
     seconds = amount / row.tokens_per_second
     hours = seconds / HOUR * row.devices
-    return Cost(amount, seconds, hours, None if price_per_hour is None else hours * price_per_hour)
+    return TrainingCost(amount, seconds, hours, None if price_per_hour is None else hours * price_per_hour)
 
 
 def parse_amount(text: str) -> float | None:

@@ -5,7 +5,9 @@
 :mod:`.trainers`     the records, a file or a folder each; adding a trainer adds one and touches nothing else
 :mod:`.space`        which words of a layout a trainer can say, and all layouts that it has for a model and a cluster
 :mod:`.search`       the fastest layouts of a trainer, and what the restriction to them costs
-:mod:`.exporting`    from a plan to the folder that a person runs
+:mod:`.restriction`  what the restriction to a trainer costs, and which of its choices costs it
+:mod:`.model_facts`  what trainers ask of a model; :mod:`.stages`: which blocks the stages of a plan hold
+:mod:`.exporting`    from a plan to the folder that a person runs; :mod:`.starting`: the scripts that start it
 :mod:`.pricing`      from a trainer's own file to seconds and bytes, and the changes that would help most
 ==================== ===================================================================================================
 

@@ -22,7 +22,7 @@ from autopar.targets.model_facts import facts_of
 from autopar.targets.search import TargetSearch, misfit
 from autopar.targets.space import Words, per_node, refusal, storages, tried
 from autopar.targets.stages import blocks_in, counts
-from autopar.targets.target import Export, Target, Written
+from autopar.targets.target import Export, Target, WrittenFiles
 from autopar.words.texts import show_bytes, show_seconds
 from cost_models.schedules import label_of
 from hardware_profiles import split_software
@@ -30,7 +30,7 @@ from hardware_profiles.software import AS
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """A decision of a plan that is written otherwise, because the trainer cannot say it."""
 
     what: str
@@ -39,7 +39,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Cost:
+class ExportCost:
     """What the nearest layout costs beside the plan.
 
     Attributes:
@@ -49,7 +49,7 @@ class Cost:
     found: PricedLayout
     seconds: float
     memory_bytes: float
-    differences: tuple[Difference, ...]
+    differences: tuple[Deviation, ...]
 
     def facts(self) -> Facts:
         """Return the differences and their cost as values for JSON."""
@@ -119,16 +119,16 @@ class Exporter:
             raise PlanError(f"{words} does not fit: {misfit(found)}; autopar plan --for {self.target.name} finds one")
         return found
 
-    def nearest(self, plan: Plan) -> Cost:
+    def nearest(self, plan: Plan) -> ExportCost:
         """Return the layout nearest to a plan: the fastest with its axes and stages, else the fastest of all."""
         search = self.search()
         for words in near(self.target, plan, per_node(self.hardware)):
             search.price(words)
         fitting = search.written(1)
         found = fitting[0] if fitting else search.find().best
-        return Cost(found, plan.seconds, plan.memory_bytes, tuple(differences(plan, found)))
+        return ExportCost(found, plan.seconds, plan.memory_bytes, tuple(differences(plan, found)))
 
-    def export(self, found: PricedLayout) -> tuple[Export, Written]:
+    def export(self, found: PricedLayout) -> tuple[Export, WrittenFiles]:
         """Return what a layout is written from, and its files."""
         precision = found.plan.pins.precision
         plan = replace(found.plan, pins=replace(found.plan.pins, target=self.target.name))
@@ -168,7 +168,7 @@ def prod_of(sizes: list[int], roles: tuple[str, ...], names: list[str]) -> tuple
     return tuple(totals[name] for name in names)
 
 
-def differences(plan: Plan, found: PricedLayout) -> Iterator[Difference]:
+def differences(plan: Plan, found: PricedLayout) -> Iterator[Deviation]:
     """Yield what a layout decides otherwise than a plan."""
     other = found.plan
     pairs = {
@@ -179,15 +179,15 @@ def differences(plan: Plan, found: PricedLayout) -> Iterator[Difference]:
         "mesh of a group": (plan.stages[0].mesh.shown(), other.stages[0].mesh.shown()),
         "recomputed": (_recomputed(plan), _recomputed(other)),
     }
-    yield from (Difference(what, a, b) for what, (a, b) in pairs.items() if a != b)
+    yield from (Deviation(what, a, b) for what, (a, b) in pairs.items() if a != b)
     graph = found.pinned.graph
     if len(plan.stages) == len(other.stages) > 1 and plan.microbatches == other.microbatches:
         a, b = counts(blocks_in(plan, graph)), counts(blocks_in(other, graph))
         if a != b:
-            yield Difference("blocks of the stages", "-".join(map(str, a)), "-".join(map(str, b)))
+            yield Deviation("blocks of the stages", "-".join(map(str, a)), "-".join(map(str, b)))
     ops, params = _otherwise(plan, other)
     if ops or params:
-        yield Difference("cuts", "chosen one by one", f"{ops} operators and {params} parameters otherwise")
+        yield Deviation("cuts", "chosen one by one", f"{ops} operators and {params} parameters otherwise")
 
 
 def is_of_words(plan: Plan, other: Plan) -> bool:

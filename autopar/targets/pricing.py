@@ -24,7 +24,7 @@ PADDED = 1024
 
 
 @dataclass(frozen=True)
-class Change:
+class LayoutChange:
     """A change of a layout and its gain.
 
     Attributes:
@@ -106,18 +106,18 @@ def check_model(config: Config, model: ModelFacts, name: str) -> None:
             raise ConfigError(f"{name} says {field} {stated}, the model has {real}; give the model that it is for")
 
 
-def best_changes(search: TargetSearch, found: PricedLayout) -> list[Change]:
+def best_changes(search: TargetSearch, found: PricedLayout) -> list[LayoutChange]:
     """Return the single changes of a layout that help most: that make it faster, or fit where it does not."""
     mine = words_of(found.layout.text)
     kinds = [*changes(search, found), *_other_shapes(mine)]
-    helpful: dict[str, Change] = {}
+    helpful: dict[str, LayoutChange] = {}
     for words in kinds:
         other = search.price(words)
         if other is None or not other.fits:
             continue
         if not found.fits or other.seconds < found.seconds:
             what = changed(mine, words_of(other.layout.text))
-            helpful.setdefault(what, Change(what, other, found.seconds - other.seconds))
+            helpful.setdefault(what, LayoutChange(what, other, found.seconds - other.seconds))
     return sorted(helpful.values(), key=lambda change: -change.seconds)[:SHOWN]
 
 
@@ -192,7 +192,7 @@ def of_batch(config: Config, n_devices: int) -> int | None:
     return int(size) * int(count) * max(1, n_devices // each)
 
 
-def facts(changes_: Sequence[Change]) -> list[dict[str, object]]:
+def facts(changes_: Sequence[LayoutChange]) -> list[dict[str, object]]:
     """Return changes as values for JSON."""
     return [
         {"change": c.words, "layout": c.found.layout.text, "saved_seconds": c.seconds, "seconds": c.found.seconds,

@@ -6,12 +6,12 @@ from autopar.launching import scripts
 from autopar.launching.job import launch_of, machines_named
 from autopar.plans.clusters import get_cluster
 from autopar.targets import target_named
-from autopar.targets.target import Export, Written
+from autopar.targets.target import Export, WrittenFiles
 
 TORCHRUN, SLURM = "launch.sh", "launch.slurm"
 
 
-def launchers(export: Export, written: Written) -> dict[str, str]:
+def launchers(export: Export, written: WrittenFiles) -> dict[str, str]:
     """Return the texts of ``launch.sh`` and ``launch.slurm``, which are started in the folder."""
     target = target_named(export.priced.plan.pins.target)
     cluster, devices = machines_named(export.cluster_name, get_cluster)

@@ -90,7 +90,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """The files of an export.
 
     Attributes:
@@ -181,7 +181,7 @@ class Target:
     title: str
     software: str
     words: Mapping[str, tuple[str, ...] | None]
-    write: Callable[[Export], Written]
+    write: Callable[[Export], WrittenFiles]
     refuses: Callable[[Layout, ModelFacts], str] = _fine
     reads: Callable[[Source], bool] | None = None
     read: Callable[[Source], Config] | None = None

@@ -19,7 +19,7 @@ from autopar.targets import target_named, targets
 from autopar.targets.exporting import Exporter, is_of_words
 from autopar.targets.pricing import best_changes, changed, layout_words, where_time_goes
 from autopar.targets.space import can_say, refusal, shapes, storages, text_of, words_of
-from autopar.targets.target import Config, ConfigError, Export, Target, Written
+from autopar.targets.target import Config, ConfigError, Export, Target, WrittenFiles
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -29,8 +29,8 @@ TINY = {
 ROWS, SEQ, CLUSTER = 8, 16, "local-x4"
 
 
-def written(export: Export) -> Written:
-    return Written({"words.txt": export.layout.text}, ("train.py",))
+def written(export: Export) -> WrittenFiles:
+    return WrittenFiles({"words.txt": export.layout.text}, ("train.py",))
 
 
 PLAIN = Target(

@@ -12,7 +12,7 @@ from command_line import command, plan_all
 
 from autopar.cli import terminal
 from autopar.cli.terminal import Terminal
-from autopar.report.fitted_tables import CUT, MOST_LINES, Table
+from autopar.report.fitted_tables import CUT, MOST_LINES, FittedTable
 
 WIDTH = 80
 KINDS = {
@@ -41,28 +41,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch) -> list[Table]:
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[FittedTable]:
     """The tables that are printed, on a terminal of 80 columns."""
     monkeypatch.setattr(terminal, "WIDE", WIDTH)
     monkeypatch.delenv("COLUMNS", raising=False)
-    tables: list[Table] = []
-    real = Table.__rich_console__
+    tables: list[FittedTable] = []
+    real = FittedTable.__rich_console__
 
-    def noted(self: Table, *args: Any) -> Iterator[Any]:
+    def noted(self: FittedTable, *args: Any) -> Iterator[Any]:
         tables.append(self)
         return real(self, *args)
 
-    monkeypatch.setattr(Table, "__rich_console__", noted)
+    monkeypatch.setattr(FittedTable, "__rich_console__", noted)
     return tables
 
 
-def text_of(table: Table, width: int) -> str:
+def text_of(table: FittedTable, width: int) -> str:
     file = io.StringIO()
     Terminal(file=file, width=width, markup=False, highlight=False).print(table)
     return file.getvalue()
 
 
-def heights(table: Table, width: int) -> list[int]:
+def heights(table: FittedTable, width: int) -> list[int]:
     """Lines of each row, which lines are drawn between."""
     table.show_lines = True
     found = [0]
@@ -76,7 +76,7 @@ def heights(table: Table, width: int) -> list[int]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_row_takes_more_than_three_lines(
-    folder: Path, printed: list[Table], name: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, printed: list[FittedTable], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     code, out, err = command(*COMMANDS[name])
@@ -89,8 +89,8 @@ def test_no_row_takes_more_than_three_lines(
         assert max(heights(table, WIDTH), default=0) <= MOST_LINES, text_of(table, WIDTH)
 
 
-def wide_table() -> Table:
-    table = Table("name", title="a title")
+def wide_table() -> FittedTable:
+    table = FittedTable("name", title="a title")
     table.add_column("number of things", justify="right")
     table.add_column("first", below=2)
     table.add_column("second", below=1, named=False)
@@ -111,7 +111,7 @@ def test_columns_move_below_in_order() -> None:
 
 
 def test_what_does_not_fit_is_cut_and_says_so() -> None:
-    table = Table("name", "text")
+    table = FittedTable("name", "text")
     table.add_row("a", "word " * 100)
     text = text_of(table, 40)
     assert max(heights(table, 40)) == MOST_LINES and f"{CUT} stands for" in text.replace("\n", " ")

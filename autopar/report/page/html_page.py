@@ -31,7 +31,7 @@ from autopar.report.page.memory_chart import CATEGORIES, WORDS, bars, curves
 from autopar.report.page.seconds_spent import step_parts, tallies
 from autopar.report.page.seconds_table import seconds_table
 from autopar.report.page.tradeoff import Pricing, alternatives_section, devices_section
-from autopar.report.parts import Part, layout_of_parts
+from autopar.report.parts import ModelPart, layout_of_parts
 from autopar.report.plan_in_words import plan_in_words
 from autopar.report.stages import share_filled, stage_rows
 from autopar.report.workload import MANY, Workload, cost_of, grouped, short_count, workload_of
@@ -126,7 +126,7 @@ def _numbers(
     limit = max(map(share_filled, stage_rows(subject.graph, plan, timeline, subject.cluster)))
     cost = cost_of(layout, pricing.amount, pricing.price_per_hour)
     full = f"{limit:.0%}" if limit >= 0.01 else "less than 1%"
-    return [
+    numbers: list[tuple[str, str, str, object]] = [
         ("a step", show_seconds(plan.seconds), f"{plan.microbatches} microbatches" if plan.microbatches > 1
          else "one microbatch", plan.seconds),
         ("memory of a device", show_bytes(plan.memory_bytes), f"{full} of what it may fill", plan.memory_bytes),
@@ -138,10 +138,11 @@ def _numbers(
          layout.tokens_per_second),
         (f"device-hours for {pricing.in_words} {work.unit}", grouped(cost.device_hours), cost.time,
          cost.device_hours),
-    ] + ([] if cost.money is None else [
-        (f"price of {pricing.in_words} {work.unit}", grouped(cost.money),
-         f"at {pricing.price_per_hour:g} for a device-hour", cost.money),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    if cost.money is not None:
+        words = f"at {pricing.price_per_hour:g} for a device-hour"
+        numbers.append((f"price of {pricing.in_words} {work.unit}", grouped(cost.money), words, cost.money))
+    return numbers
 
 
 def _actions_of(timeline: Timeline) -> list[tuple[str, str]]:
@@ -168,7 +169,7 @@ def _stages_table(rows: Sequence[Facts]) -> Markup:
     return table(heads, lines, numbers=(0, 1, *range(3, len(heads))), label="stages")
 
 
-def _parts_table(parts: Sequence[Part]) -> Markup | None:
+def _parts_table(parts: Sequence[ModelPart]) -> Markup | None:
     """Return how each part of a model is laid out; None for a model without parts."""
     if not parts:
         return None

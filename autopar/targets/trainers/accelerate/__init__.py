@@ -1,4 +1,10 @@
-"""Hugging Face accelerate 1.15.0: data parallelism, FSDP2 and its hybrid, context and tensor parallelism."""
+"""Hugging Face accelerate 1.15.0: data parallelism, FSDP2 and its hybrid, context and tensor parallelism.
+
+=============== =======================================================================================================
+:mod:`.reading` the reader of accelerate's yaml and of Trainer arguments
+:mod:`.writing` the files of accelerate: its yaml, Trainer arguments with the same decisions, and what a person runs
+=============== =======================================================================================================
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autopar.targets.target import ConfigError, Export, Written
+from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.targets.trainers.hugging_face.model_files import (
     blocks_wrapped,
     inputs_of,
@@ -19,7 +19,7 @@ from autopar.words.precision import OWN, Precision
 NAME = "accelerate"
 
 
-def write(export: Export) -> Written:
+def write(export: Export) -> WrittenFiles:
     """Return the files of a plan for accelerate.
 
     Raises:
@@ -60,7 +60,7 @@ def write(export: Export) -> Written:
         fill_in.append("machine_rank and main_process_ip of accelerate.yaml, where accelerate launch starts it")
     if not export.loaded.spec.startswith("hf:"):
         fill_in.append(f"what {model.partition(':')[0]} imports has to be importable")
-    return Written(files, ("train.py",), tuple(fill_in), tuple(notes))
+    return WrittenFiles(files, ("train.py",), tuple(fill_in), tuple(notes))
 
 
 def config_of(export: Export, policy: Precision) -> dict[str, Any]:

@@ -1,4 +1,10 @@
-"""DeepSpeed 0.19.8: ZeRO, automatic tensor parallelism (AutoTP), expert parallelism (AutoEP), Ulysses."""
+"""DeepSpeed 0.19.8: ZeRO, automatic tensor parallelism (AutoTP), expert parallelism (AutoEP), Ulysses.
+
+=============== =======================================================================================================
+:mod:`.reading` the reader of DeepSpeed's config, alone, beside Trainer arguments or named by an accelerate yaml
+:mod:`.writing` the files of DeepSpeed: ds_config.json, and what a person runs
+=============== =======================================================================================================
+"""
 
 from __future__ import annotations
 

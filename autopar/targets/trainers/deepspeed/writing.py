@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autopar.targets.target import ConfigError, Export, Written
+from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.targets.trainers.hugging_face.model_files import (
     blocks_wrapped,
     inputs_of,
@@ -23,7 +23,7 @@ PRESETS = {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "qwen3_5_moe": "qwen3
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def write(export: Export) -> Written:
+def write(export: Export) -> WrittenFiles:
     """Return the files of a plan for DeepSpeed.
 
     Raises:
@@ -55,7 +55,7 @@ def write(export: Export) -> Written:
     fill_in = ["batch_of in train.py: your data"]
     if not export.loaded.spec.startswith("hf:"):
         fill_in.append(f"what {model.partition(':')[0]} imports has to be importable")
-    return Written(files, ("train.py",), tuple(fill_in), tuple(notes))
+    return WrittenFiles(files, ("train.py",), tuple(fill_in), tuple(notes))
 
 
 RATE = 1e-4

@@ -10,13 +10,13 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.frontends import split_spec
-from autopar.targets.target import Export, Written
+from autopar.targets.target import Export, WrittenFiles
 from autopar.targets.trainers.fsdp2.decisions import model_tables, parallel_tables
 
 FOLDER = Path(__file__).parent / "folder"
 
 
-def write(export: Export) -> Written:
+def write(export: Export) -> WrittenFiles:
     """Write the folder that runs a plan in plain torch.
 
     Raises:
@@ -34,7 +34,7 @@ def write(export: Export) -> Written:
             files[name] = (FOLDER / name).read_text(encoding="utf-8")
     files |= model_files(export)
     notes = tuple(notes_of(export))
-    return Written(files, ("train.py", "--steps", "1000"), ("batches() in train.py: your data",), notes)
+    return WrittenFiles(files, ("train.py", "--steps", "1000"), ("batches() in train.py: your data",), notes)
 
 
 def model_files(export: Export) -> dict[str, str]:

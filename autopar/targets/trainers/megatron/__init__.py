@@ -1,4 +1,22 @@
-"""Megatron-LM with Megatron-Core 0.19; NeMo and Megatron-Bridge, which run it, as configs that are read."""
+"""Megatron-LM with Megatron-Core 0.19; NeMo and Megatron-Bridge, which run it, as configs that are read.
+
+=================== ===================================================================================================
+:mod:`.configs`     from Megatron's options to the words of a layout, the batch, the precision and the sizes of the
+                    model
+:mod:`.fields`      the options of Megatron-LM, and what of them changes time or memory
+:mod:`.layouts`     layouts in Megatron-LM's arguments, and which of them it refuses
+:mod:`.models`      models that Megatron-LM trains, in its arguments
+:mod:`.nemo`        fields of NeMo, Megatron-Bridge and Megatron's own yaml as options of Megatron-LM
+:mod:`.options`     the options of a Megatron command line as data, from whichever file says them
+:mod:`.precisions`  Megatron's options of number formats as a precision policy
+:mod:`.reading`     which files are configs of Megatron, and what they say
+:mod:`.shell`       shell scripts as text
+:mod:`.shell_words` the words and statements of a shell script, with quotes and expansions as they stand there
+:mod:`.stage_texts` ``--pipeline-model-parallel-layout`` as numbers of layers
+:mod:`.writing`     the folder that a person runs
+:mod:`.yaml_files`  yaml files
+=================== ===================================================================================================
+"""
 
 from __future__ import annotations
 

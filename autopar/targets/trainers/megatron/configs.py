@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.planner.layouts.stage_starts import described, sizes_of
 from autopar.targets.target import Config
 from autopar.targets.trainers.megatron.fields import effect
-from autopar.targets.trainers.megatron.options import Options
+from autopar.targets.trainers.megatron.options import MegatronOptions
 from autopar.targets.trainers.megatron.precisions import precision_of
 from autopar.targets.trainers.megatron.stage_texts import stages_of_text
 
@@ -34,7 +34,7 @@ FSDP = {
 """Words of ``--data-parallel-sharding-strategy`` of Megatron-FSDP."""
 
 
-def config_of(options: Options, devices: int | None, software: str | None = None) -> Config:
+def config_of(options: MegatronOptions, devices: int | None, software: str | None = None) -> Config:
     """Return what options say.
 
     Args:
@@ -75,7 +75,7 @@ def config_of(options: Options, devices: int | None, software: str | None = None
     )  # fmt: skip
 
 
-def _model(options: Options) -> dict[str, int]:
+def _model(options: MegatronOptions) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, choices in SIZES.items():
         number = next((n for n in (options.number(option) for option in choices) if n is not None), None)
@@ -93,7 +93,7 @@ def _model(options: Options) -> dict[str, int]:
     return found
 
 
-def _pipeline_words(options: Options) -> dict[str, str]:
+def _pipeline_words(options: MegatronOptions) -> dict[str, str]:
     """Return ``pp``, ``vp``, and note a division of layers that words of a layout cannot say."""
     pp = options.number("--pipeline-model-parallel-size", 1) or 1
     layers = options.number("--num-layers", options.number("--encoder-num-layers"))
@@ -140,7 +140,7 @@ def _pipeline_words(options: Options) -> dict[str, str]:
     return words
 
 
-def _note_sizes(options: Options, name: str, sizes: list[int]) -> None:
+def _note_sizes(options: MegatronOptions, name: str, sizes: list[int]) -> None:
     even = sizes_of(sum(sizes), len(sizes))
     if sizes != even:
         was = described(sizes).partition(": ")[2] or f"{len(sizes)} x {sizes[0]}"
@@ -148,7 +148,7 @@ def _note_sizes(options: Options, name: str, sizes: list[int]) -> None:
         options.unpriced.append(f"{options.names.get(name, name)}: layers of the stages are {was}; the price has {now}")
 
 
-def _context_words(options: Options) -> dict[str, str]:
+def _context_words(options: MegatronOptions) -> dict[str, str]:
     cp = options.number("--context-parallel-size", 1) or 1
     kinds = set(options.texts("--cp-comm-type") or ["p2p"])
     options.has("--hierarchical-context-parallel-sizes")
@@ -160,7 +160,7 @@ def _context_words(options: Options) -> dict[str, str]:
     return {"cp": f"{cp}:{WAYS[kinds.pop()]}"}
 
 
-def _expert_words(options: Options, tp: int) -> dict[str, str]:
+def _expert_words(options: MegatronOptions, tp: int) -> dict[str, str]:
     ep = options.number("--expert-model-parallel-size", 1) or 1
     etp = options.number("--expert-tensor-parallel-size", tp) or tp
     experts = options.number("--num-experts")
@@ -186,7 +186,7 @@ def _expert_words(options: Options, tp: int) -> dict[str, str]:
     return {"ep": str(ep)}
 
 
-def _storage_words(options: Options) -> dict[str, str]:
+def _storage_words(options: MegatronOptions) -> dict[str, str]:
     for name in ("--overlap-grad-reduce", "--overlap-param-gather", "--no-gradient-accumulation-fusion"):
         options.has(name)
     if options.has("--use-torch-fsdp2"):
@@ -202,7 +202,7 @@ def _storage_words(options: Options) -> dict[str, str]:
     return {"zero": "1"} if options.has("--use-distributed-optimizer") else {}
 
 
-def _recompute_words(options: Options) -> dict[str, str]:
+def _recompute_words(options: MegatronOptions) -> dict[str, str]:
     granularity = options.text("--recompute-granularity")
     method = options.text("--recompute-method", options.text("--activations-checkpoint-method"))
     number = options.number("--recompute-num-layers", options.number("--activations-checkpoint-num-layers", 1)) or 1
@@ -228,7 +228,7 @@ def _recompute_words(options: Options) -> dict[str, str]:
     return {"recompute": "full"}
 
 
-def _most_layers(options: Options) -> float:
+def _most_layers(options: MegatronOptions) -> float:
     """Return how many layers the largest stage has, as far as the file says it."""
     layers = options.number("--num-layers", options.number("--encoder-num-layers"))
     pp = options.number("--pipeline-model-parallel-size", 1) or 1
@@ -239,7 +239,7 @@ def _most_layers(options: Options) -> float:
     return each or max(sizes_of(layers, pp * vp))
 
 
-def _selective(options: Options, modules: list[str]) -> dict[str, str]:
+def _selective(options: MegatronOptions, modules: list[str]) -> dict[str, str]:
     learned = options.text("--position-embedding-type", "learned_absolute") == "learned_absolute"
     found: list[str] = []
     for name in modules:
@@ -258,7 +258,7 @@ def _selective(options: Options, modules: list[str]) -> dict[str, str]:
     return {"recompute": f"selective:{'+'.join(parts)}"} if parts else {}
 
 
-def _batch_words(options: Options, words: dict[str, str], devices: int | None) -> int | None:
+def _batch_words(options: MegatronOptions, words: dict[str, str], devices: int | None) -> int | None:
     """Add the microbatch to the words; return the batch of a step."""
     rows = options.number("--micro-batch-size", options.number("--batch-size"))
     if rows is None:
@@ -284,7 +284,7 @@ def _batch_words(options: Options, words: dict[str, str], devices: int | None) -
     return batch
 
 
-def _optimizer(options: Options) -> str:
+def _optimizer(options: MegatronOptions) -> str:
     name = options.text("--optimizer", "adam")
     momentum = options.text("--sgd-momentum", "0.9")
     if name in ("adam", "adamw"):
@@ -295,14 +295,14 @@ def _optimizer(options: Options) -> str:
     return "adamw"
 
 
-def _dispatch(options: Options) -> list[str]:
+def _dispatch(options: MegatronOptions) -> list[str]:
     if not options.number("--num-experts"):
         return []
     kind = options.text("--moe-token-dispatcher-type", "allgather")
     return [] if kind == "alltoall" else [f"--moe-token-dispatcher-type: {kind}; the price takes an all-to-all"]
 
 
-def _software(options: Options, words: dict[str, str]) -> str:
+def _software(options: MegatronOptions, words: dict[str, str]) -> str:
     """Return the record of the software: with gradients and parameters overlapped, or as the defaults are."""
     if any(option in options.values for option in OF_2021):
         return "megatron-2021"

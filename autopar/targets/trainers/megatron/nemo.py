@@ -17,7 +17,7 @@ from typing import Any
 from autopar.errors import closest
 from autopar.targets.target import Source
 from autopar.targets.trainers.megatron.fields import FLAG, kinds, options_by_dest
-from autopar.targets.trainers.megatron.options import Options
+from autopar.targets.trainers.megatron.options import MegatronOptions
 from autopar.targets.trainers.megatron.shell import unknown
 
 ALIASES = {
@@ -67,7 +67,7 @@ def known(kind: str) -> dict[str, frozenset[str]]:
     return {section: frozenset(names.split()) for section, names in json.loads(text)[kind].items()}
 
 
-def take(options: Options, where: str, fields: Fields, names: Iterable[str]) -> None:
+def take(options: MegatronOptions, where: str, fields: Fields, names: Iterable[str]) -> None:
     """Take the fields of a section.
 
     Args:
@@ -105,7 +105,7 @@ def option_of(name: str) -> str | None:
     return None
 
 
-def set_option(options: Options, option: str, field: str, value: object) -> None:
+def set_option(options: MegatronOptions, option: str, field: str, value: object) -> None:
     """Set an option to the value of a field; what is not set, or is the default of a flag, is left out."""
     options.names[option] = field
     if value in (None, "null", "None"):
@@ -124,7 +124,7 @@ def set_option(options: Options, option: str, field: str, value: object) -> None
     options.values[option] = [unknown(text) if "${" in text or text == "???" else text for text in texts]
 
 
-def set_numbers(options: Options, field: str, name: str) -> None:
+def set_numbers(options: MegatronOptions, field: str, name: str) -> None:
     """Set the options of a named precision, such as ``bf16-mixed`` or ``bf16_with_mxfp8_mixed``."""
     text = name.lower().replace("-", "_")
     options.names["--bf16"] = options.names["--fp16"] = field
@@ -168,6 +168,6 @@ def _looked_up(root: Mapping[object, object], name: str, path: tuple[str, ...], 
     return text if at is None or isinstance(at, dict) or (isinstance(at, str) and "${" in at) else at
 
 
-def options_for(source: Source) -> Options:
+def options_for(source: Source) -> MegatronOptions:
     """Return no options yet, of a file."""
-    return Options(source)
+    return MegatronOptions(source)

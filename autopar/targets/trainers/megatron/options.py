@@ -13,7 +13,7 @@ from hardware_profiles.strict import Unreadable, parse_count
 
 
 @dataclass
-class Options:
+class MegatronOptions:
     """Options with their values.
 
     Attributes:
@@ -81,13 +81,13 @@ def shown(text: str) -> str:
     return "".join(part + next(names, "") for part in parts[::2])
 
 
-def options_of_words(source: Source, words: Iterable[str]) -> Options:
+def options_of_words(source: Source, words: Iterable[str]) -> MegatronOptions:
     """Return the options of a command line.
 
     Raises:
         ConfigError: Megatron-LM has no such option, or one lacks its value.
     """
-    options = Options(source)
+    options = MegatronOptions(source)
     taking = ""
     for word in words:
         if word.startswith("--"):
@@ -118,6 +118,6 @@ def _after_a_path(word: str) -> bool:
     return word.endswith((">", ">>")) or not word[0].isalnum() or word.isalpha()
 
 
-def _check_filled(options: Options, name: str) -> None:
+def _check_filled(options: MegatronOptions, name: str) -> None:
     if name and not options.values[name] and kinds()[name] != MANY:
         raise options.source.error(name, "has no value; write one behind it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.errors import AutoparError
-from autopar.targets.trainers.megatron.options import Options
+from autopar.targets.trainers.megatron.options import MegatronOptions
 from autopar.words.precision import Precision
 
 FP8 = {"delayed": "fp8-delayed", "tensorwise": "fp8", "mxfp8": "mxfp8", "blockwise": "fp8"}
@@ -11,7 +11,7 @@ FP8 = {"delayed": "fp8-delayed", "tensorwise": "fp8", "mxfp8": "mxfp8", "blockwi
 SHORT = {"bf16": "bfloat16", "fp32": "float32", "float32": "float32", "bfloat16": "bfloat16"}
 
 
-def precision_of(options: Options) -> str:
+def precision_of(options: MegatronOptions) -> str:
     """Return the policy as ``--precision`` of the command line spells it.
 
     Raises:
@@ -41,7 +41,7 @@ def precision_of(options: Options) -> str:
     return policy.text
 
 
-def _moments(options: Options) -> str:
+def _moments(options: MegatronOptions) -> str:
     kinds = {options.text(name) or "fp32" for name in ("--exp-avg-dtype", "--exp-avg-sq-dtype")}
     masters = options.text("--main-params-dtype") or "fp32"
     options.has("--use-precision-aware-optimizer")
@@ -53,7 +53,7 @@ def _moments(options: Options) -> str:
     return SHORT[kinds.pop()]
 
 
-def _products(options: Options) -> str:
+def _products(options: MegatronOptions) -> str:
     """Return the format of products in eight or four bits; empty for none."""
     wanted, recipe = options.text("--fp8-format"), options.text("--fp8-recipe", "delayed")
     narrower, kind = options.text("--fp4-format"), options.text("--fp4-recipe", "nvfp4")

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 
-from autopar.targets.trainers.megatron.options import Options
+from autopar.targets.trainers.megatron.options import MegatronOptions
 
 OPTION = "--pipeline-model-parallel-layout"
 LONGEST = 100_000
 """Signs of a layout when repetitions are written out."""
 
 
-def stages_of_text(options: Options, text: str, pp: int) -> list[int]:
+def stages_of_text(options: MegatronOptions, text: str, pp: int) -> list[int]:
     """Return how many layers every stage has, in the order of the model.
 
     Raises:

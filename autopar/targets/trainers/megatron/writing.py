@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.targets.stages import blocks_of_stages, counts
-from autopar.targets.target import ConfigError, Export, Written
+from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.targets.trainers.megatron.layouts import check_batch, layout_arguments, precision_arguments
 from autopar.targets.trainers.megatron.models import Arguments, model_arguments
 
@@ -43,7 +43,7 @@ TO_FILL_IN = {
 """What is run without data: random tokens, for a hundred steps."""
 
 
-def write(export: Export) -> Written:
+def write(export: Export) -> WrittenFiles:
     """Write the files that run a plan in Megatron-LM.
 
     Raises:
@@ -67,7 +67,7 @@ def write(export: Export) -> Written:
         "release": RELEASE, "script": "pretrain_gpt.py",
         "environment": NO_CONNECTIONS if layout.zero == 3 else CONNECTIONS,
     }  # fmt: skip
-    return Written(
+    return WrittenFiles(
         {
             "arguments.txt": "".join(_section(name, arguments) for name, arguments in groups.items()),
             "pretrain.py": RANK.format(**names),

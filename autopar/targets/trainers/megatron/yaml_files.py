@@ -21,7 +21,7 @@ from autopar.targets.trainers.megatron.nemo import (
     set_option,
     take,
 )
-from autopar.targets.trainers.megatron.options import Options, options_of_words
+from autopar.targets.trainers.megatron.options import MegatronOptions, options_of_words
 from autopar.targets.trainers.megatron.shell import Script, split
 from hardware_profiles.strict import Unreadable, parse_count
 
@@ -114,7 +114,7 @@ OLDER_YAML = frozenset(
 """Fields of the yaml files of earlier releases that are no options of this one."""
 
 
-def _take_numbers(options: Options, where: str, fields: Tree) -> None:
+def _take_numbers(options: MegatronOptions, where: str, fields: Tree) -> None:
     """Take number formats from fields that say them each by itself."""
     for name in ("bf16", "fp16"):
         if fields.get(name) not in OFF:
@@ -194,7 +194,7 @@ LIGHTNING = frozenset(
 """Arguments of Lightning's Trainer."""
 
 
-def _nemo_optimizer(options: Options, optim: Tree, names: frozenset[str]) -> None:
+def _nemo_optimizer(options: MegatronOptions, optim: Tree, names: frozenset[str]) -> None:
     name = str(optim.get("name", "fused_adam"))
     options.names["--optimizer"] = "model.optim.name"
     options.values["--optimizer"] = [
@@ -254,7 +254,7 @@ def _nemo2(source: Source, raw: Tree) -> Config:
     return config_of(options, _devices(source, trainer), NEMO)
 
 
-def _assume_mixed(options: Options, field: str) -> None:
+def _assume_mixed(options: MegatronOptions, field: str) -> None:
     set_numbers(options, field, "bf16-mixed")
     options.unpriced.append(f"{field}: not said; priced in bf16-mixed, as the recipes are")
 
@@ -306,7 +306,7 @@ def _check_names(source: Source, section: str, fields: Tree, names: frozenset[st
             raise source.error(f"{section}.{name}", f"is no field that is known; {closest(name, sorted(names))}")
 
 
-def _assume_recipe(options: Options) -> None:
+def _assume_recipe(options: MegatronOptions) -> None:
     """Name what is left to the recipe; distributed optimizer and overlaps are on in all recipes."""
     fields = {
         "--tensor-model-parallel-size": "model.tensor_model_parallel_size",

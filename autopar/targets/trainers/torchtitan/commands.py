@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.errors import closest
 from autopar.targets.target import ConfigError, Source
-from autopar.targets.trainers.torchtitan.fields import RENAMED, Said, defaults, registry, sizes_of
+from autopar.targets.trainers.torchtitan.fields import RENAMED, SaidFields, defaults, registry, sizes_of
 from autopar.targets.trainers.torchtitan.texts import check_names, new_defaults, of_python, of_toml, old_said
 from hardware_profiles.strict import Unreadable, read_text
 
@@ -21,7 +21,7 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 ASSIGNED = re.compile(r"^(\w+)=(.*)$", re.DOTALL)
 
 
-def of_command(source: Source) -> Said:
+def of_command(source: Source) -> SaidFields:
     """Return what the arguments of torchtitan in a text say, on top of the config that they name.
 
     Raises:
@@ -140,7 +140,7 @@ def _devices(words: list[str], given: Mapping[str, str]) -> int | None:
     return int(each) * int(nodes) if each.isdecimal() and nodes.isdecimal() else None
 
 
-def _on_toml(source: Source, file: str, arguments: Mapping[str, Any], devices: int | None) -> Said:
+def _on_toml(source: Source, file: str, arguments: Mapping[str, Any], devices: int | None) -> SaidFields:
     found = _beside(source, file)
     if found is None:
         raise source.error("CONFIG_FILE", f"is {file}, which is not there; put it beside the script or price it")
@@ -168,7 +168,7 @@ def _beside(source: Source, file: str) -> Source | None:
 def _on_function(
     source: Source, named: Mapping[str, str], given: Mapping[str, str], arguments: Mapping[str, Any],
     devices: int | None,
-) -> Said:
+) -> SaidFields:
     """Return fields on top of the config function that ``--module`` and ``--config`` name."""
     module = named.get("module") or given.get("MODULE") or "llama3"
     config = named.get("config") or given.get("CONFIG") or "llama3_debugmodel"
@@ -177,7 +177,7 @@ def _on_function(
     found = new_defaults()
     values = {RENAMED.get(name, name): value for name, value in arguments.items()}
     typed = {name: _typed(name, value, found) for name, value in values.items()}
-    return Said({**base, **typed}, False, found, sizes, devices)
+    return SaidFields({**base, **typed}, False, found, sizes, devices)
 
 
 def _base(source: Source, module: str, config: str) -> tuple[dict[str, Any], dict[str, int]]:

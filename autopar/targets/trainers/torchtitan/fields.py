@@ -51,7 +51,7 @@ OF_COMPONENTS = frozenset({"dataloader", "validator", "tokenizer", "loss", "opti
 
 
 @dataclass(frozen=True)
-class Said:
+class SaidFields:
     """What a file says, by the names of fields.
 
     Attributes:

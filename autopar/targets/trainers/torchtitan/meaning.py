@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopar.errors import closest
 from autopar.planner.layouts.stage_starts import described, sizes_of
 from autopar.targets.target import Config, Source
-from autopar.targets.trainers.torchtitan.fields import Said
+from autopar.targets.trainers.torchtitan.fields import SaidFields
 from autopar.targets.trainers.torchtitan.writing import SCHEDULES, recomputed_blocks
 
 P = "parallelism."
@@ -67,7 +67,7 @@ class Reading:
     """A config on its way: the words, and what the price does not know."""
 
     source: Source
-    said: Said
+    said: SaidFields
     words: dict[str, str] = field(default_factory=dict)
     unpriced: list[str] = field(default_factory=list)
 
@@ -84,7 +84,7 @@ class Reading:
         return value
 
 
-def config_of(source: Source, said: Said) -> Config:
+def config_of(source: Source, said: SaidFields) -> Config:
     """Return what a file's fields mean.
 
     Raises:

@@ -13,7 +13,7 @@ from autopar.targets.trainers.torchtitan.fields import (
     OF_COMPONENTS,
     RENAMED,
     UNCHECKED,
-    Said,
+    SaidFields,
     defaults,
     known,
     registry,
@@ -52,7 +52,7 @@ def check_names(source: Source, names: Iterator[str] | list[str], *, old: bool) 
             raise source.error(name, f"no {what} of torchtitan {kind}; {hint}")
 
 
-def of_toml(source: Source) -> Said:
+def of_toml(source: Source) -> SaidFields:
     """Return what a job config in TOML says."""
     try:
         tables = tomllib.loads(source.text)
@@ -69,10 +69,10 @@ def of_toml(source: Source) -> Said:
     return old_said({RENAMED.get(name, name): value for name, value in values.items()})
 
 
-def old_said(values: Mapping[str, Any], devices: int | None = None) -> Said:
+def old_said(values: Mapping[str, Any], devices: int | None = None) -> SaidFields:
     """Return fields of a release with TOML, with the sizes of their model."""
     name, flavor = str(values.get("model.name", "llama3")), str(values.get("model.flavor", "debugmodel"))
-    return Said(values, True, defaults(old=True), sizes_of(name, flavor), devices)
+    return SaidFields(values, True, defaults(old=True), sizes_of(name, flavor), devices)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -83,7 +83,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + key, value
 
 
-def of_python(source: Source) -> Said:
+def of_python(source: Source) -> SaidFields:
     """Return what a module with one config function says; nothing of it is run."""
     try:
         tree = ast.parse(source.text)
@@ -103,7 +103,7 @@ def of_python(source: Source) -> Said:
         sizes = sizes_of(module, str(flavor))
     ours = ("optimizer.name", f"activation_checkpoint.{OWN}")
     check_names(source, [name for name in values if name not in ours], old=False)
-    return Said({RENAMED.get(name, name): value for name, value in values.items()}, False, new_defaults(), sizes)
+    return SaidFields({RENAMED.get(name, name): value for name, value in values.items()}, False, new_defaults(), sizes)
 
 
 def new_defaults() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.planner.layouts.stage_starts import sizes_of
 from autopar.targets.stages import blocks_of_stages
-from autopar.targets.target import ConfigError, Export, Written
+from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.targets.trainers.torchtitan.models import FAMILIES, Family, rope_arguments
 from autopar.words.precision import Precision
 
@@ -28,7 +28,7 @@ SIZES = (
 """Fields of the user's config that the file repeats."""
 
 
-def write(export: Export) -> Written:
+def write(export: Export) -> WrittenFiles:
     """Write a plan's files.
 
     Raises:
@@ -46,7 +46,7 @@ def write(export: Export) -> Written:
     each = _of_node(export)
     script = _SCRIPT.format(nodes=export.cluster.n_devices // each, each=each, argv=" ".join(ARGV))
     files = {f"{MODULE}.py": text, "train.sh": script, "requirements.txt": "torchtitan==0.3.0\nspmd_types==0.2.3\n"}
-    return Written(files, ARGV, FILL_IN, NOTES)
+    return WrittenFiles(files, ARGV, FILL_IN, NOTES)
 
 
 def _of_node(export: Export) -> int:
