@@ -58,13 +58,13 @@ def pipeline_of(export: Export) -> dict[str, Any]:
 def schedule_of(export: Export) -> str:
     """Return the class of the schedule.
 
-    ``Schedule1F1B`` refuses fewer microbatches than stages, which ``ScheduleInterleaved1F1B`` with one stage a rank runs.
+    ``Schedule1F1B`` refuses fewer microbatches than stages; ``ScheduleInterleaved1F1B`` with a stage a rank runs them.
     """
     name, m, groups = export.layout.schedule.partition(":")[0], export.microbatches, export.layout.groups
     if name == "interleaved-1f1b" and m % max(1, m // groups):
         raise PlanError(
-            f"fsdp2: {export.layout.text}: ScheduleInterleaved1F1B runs microbatches in {m // groups} rounds, and {m} do "
-            f"not divide; use a multiple of pp={groups}"
+            f"fsdp2: {export.layout.text}: ScheduleInterleaved1F1B runs microbatches in {m // groups} rounds, and {m} "
+            f"do not divide; use a multiple of pp={groups}"
         )
     return SCHEDULES["interleaved-1f1b" if name == "1f1b" and m < groups else name]
 
