@@ -33,7 +33,7 @@ LAYOUTS = {
     2: ("dp=2", "dp=2,zero=1,m=4", "dp=2,fsdp,m=2,recompute=full", "tp=2", "tp=2,sp,m=2", "pp=2,m=4",
         "pp=2,m=4,schedule=gpipe,recompute=every:2", "pp=2,vp=2,m=4", "dp=2,fsdp,m=1,recompute=selective:attention"),
     4: ("dp=4,fsdp=2,m=2", "dp=2,tp=2,zero=1,m=2", "dp=2,tp=2,sp,fsdp,m=2", "pp=2,dp=2,fsdp,m=4,recompute=full:1",
-        "pp=2,tp=2,sp,m=4", "pp=2,dp=2,zero=1,m=4"),
+        "pp=2,tp=2,sp,m=4", "pp=2,dp=2,zero=1,m=4", "pp=4,m=2"),
 }  # fmt: skip
 
 

@@ -116,7 +116,8 @@ def pipeline_words(source: Source, groups: int, table: dict[str, Any]) -> dict[s
     if not isinstance(starts, list) or (len(starts) + 1) % groups:
         raise source.error("PIPELINE['starts']", f"makes stages that do not divide over MESH['pipeline']={groups}")
     chunks = (len(starts) + 1) // groups
-    words = {"pp": str(groups), "schedule": names[schedule]}
+    name = names[schedule] if chunks > 1 or names[schedule] != "interleaved-1f1b" else "1f1b"
+    words = {"pp": str(groups), "schedule": name}
     return words | ({"vp": str(chunks)} if chunks > 1 else {})
 
 

@@ -43,7 +43,7 @@ def pipeline_of(export: Export) -> dict[str, Any]:
     if recorded.problem:
         raise refusal(export, recorded.problem)
     table = {
-        "schedule": SCHEDULES[layout.schedule.partition(":")[0]],
+        "schedule": schedule_of(export),
         "rows": export.rows_of_rank,
         "starts": starts,
         "takes": {start: {k: in_text(t) for k, t in given.items()} for start, given in recorded.takes.items()},
@@ -53,6 +53,20 @@ def pipeline_of(export: Export) -> dict[str, Any]:
     }
     check_stages(export, table, blocks)
     return table
+
+
+def schedule_of(export: Export) -> str:
+    """Return the class of the schedule.
+
+    ``Schedule1F1B`` refuses fewer microbatches than stages; ``ScheduleInterleaved1F1B`` with a stage a rank runs them.
+    """
+    name, m, groups = export.layout.schedule.partition(":")[0], export.microbatches, export.layout.groups
+    if name == "interleaved-1f1b" and m % max(1, m // groups):
+        raise PlanError(
+            f"fsdp2: {export.layout.text}: ScheduleInterleaved1F1B runs microbatches in {m // groups} rounds, and {m} "
+            f"do not divide; use a multiple of pp={groups}"
+        )
+    return SCHEDULES["interleaved-1f1b" if name == "1f1b" and m < groups else name]
 
 
 def refusal(export: Export, why: str) -> PlanError:
