@@ -228,7 +228,7 @@ def batch_norms_over(model: nn.Module, mesh: DeviceMesh) -> None:
     groups = [mesh.get_group(name) for name in ("replicate", "shard") if MESH[name] > 1]
     for module in model.modules():
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-            module.forward = functools.partial(batch_norm, module, groups)
+            module.forward = functools.partial(batch_norm, module, groups)  # type: ignore[method-assign]
 
 
 def batch_norm(norm: Any, groups: list[dist.ProcessGroup], x: torch.Tensor) -> torch.Tensor:
