@@ -110,15 +110,12 @@ class Nearby:
 
     def beside(self) -> BesidePlan:
         """Return it with the reason for or against it."""
-        from autopar.plans.lacking_memory import lacking_memory
-        from autopar.report.alternatives import BesidePlan
+        from autopar.report.alternatives import beside_plan
 
-        if self.found is None:
-            return BesidePlan(self.text, None, None, f"impossible: {self.error}", error=self.error)
-        lacking = lacking_memory(self.found.plan, self.found.memory_bytes, self.found.limit_bytes)
-        left = show_bytes(self.found.limit_bytes - self.found.memory_bytes)
-        reason = f"fits, {left} left" if lacking is None else lacking.text
-        return BesidePlan(self.text, self.found.seconds, self.found.memory_bytes, reason, lacking)
+        return beside_plan(
+            self.text, self.found, self.error,
+            lambda found: f"fits, {show_bytes(found.limit_bytes - found.memory_bytes)} left",
+        )  # fmt: skip
 
 
 def nearby(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[Nearby]:
@@ -134,8 +131,9 @@ def nearby(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[Ne
 
 def smaller(text: str) -> list[str]:
     """Return layouts that need less memory: with one change first, then with several."""
-    parts = (part.partition("=")[::2] for part in text.split(","))
-    words = {word.strip(): value.strip() for word, value in parts}
+    from autopar.targets.space import words_of
+
+    words = words_of(text)
     ways: list[dict[str, str | None]] = []
     if words.get("mbs", "1") != "1":
         ways.append({"mbs": str(max(1, int(words["mbs"]) // 2))})

@@ -120,8 +120,7 @@ def check_written(like: Priced, path: Path) -> None:
 
 def alternatives(outcome: Outcome, top: int, likes: Sequence[Priced]) -> list[BesidePlan]:
     """Return the best ``top`` layouts behind the plan and the requested ones, each with why it is not the plan."""
-    from autopar.plans.lacking_memory import lacking_memory
-    from autopar.report.alternatives import BesidePlan, reason_slower, step_parts
+    from autopar.report.alternatives import BesidePlan, beside_plan, reason_slower, step_parts
 
     plan = outcome.plan
     best = {} if outcome.timeline is None else step_parts(plan, outcome.timeline)
@@ -134,14 +133,10 @@ def alternatives(outcome: Outcome, top: int, likes: Sequence[Priced]) -> list[Be
         BesidePlan(f.what, f.seconds, f.plan.memory_bytes, slower(f.plan, f.timeline))
         for f in others if f.plan.stages != plan.stages or f.plan.schedule != plan.schedule
     ]  # fmt: skip
-    for like in likes:
-        if like.found is None:
-            rows.append(BesidePlan(like.text, None, None, f"impossible: {like.error}", error=like.error))
-            continue
-        lacking = lacking_memory(like.found.plan, like.found.memory_bytes, like.found.limit_bytes)
-        reason = slower(like.found.plan, like.found.timeline) if lacking is None else lacking.text
-        rows.append(BesidePlan(like.text, like.found.seconds, like.found.memory_bytes, reason, lacking))
-    return rows
+    return rows + [
+        beside_plan(like.text, like.found, like.error, lambda found: slower(found.plan, found.timeline))
+        for like in likes
+    ]
 
 
 def show(

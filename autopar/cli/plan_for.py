@@ -28,21 +28,14 @@ def search_of(
     from autopar.planner.layouts.pricing import PricedLayouts
     from autopar.planner.planning import options_of
     from autopar.targets import target_named
-    from autopar.targets.exporting import Exporter
+    from autopar.targets.exporting import Exporter, remembering
 
     example = loaded.args, loaded.kwargs
     layouts = PricedLayouts(loaded.model, captured, example, options_of(request), request.input_rows)
     with progress(f"searching what {name} can express") as say:
         search = Exporter(target_named(name), loaded, captured, layouts, where, rows_of(example), say).search()
         found = search.find(request.top)
-    plans = [_for(name, each) for each in found.fitting]
-    return search, replace(found, fitting=plans)
-
-
-def _for(name: str, found: PricedLayout) -> PricedLayout:
-    """Return a layout whose plan remembers the trainer."""
-    plan = replace(found.plan, pins=replace(found.plan.pins, target=name))
-    return replace(found, pinned=replace(found.pinned, plan=plan))
+    return search, replace(found, fitting=[remembering(name, each) for each in found.fitting])
 
 
 def beside_own(
@@ -121,24 +114,16 @@ def cost_lines(best: PricedLayout, own: RestrictedPlan) -> list[str]:
 
 def facts(search: TargetSearch, found: TargetPlans, top: int, own: RestrictedPlan | None) -> Facts:
     """Return the layouts of a trainer and the cost of its restrictions as values for JSON."""
-    from autopar.plans.lacking_memory import lacking_memory
-    from autopar.report.alternatives import BesidePlan, ranked, reason_slower, step_parts
+    from autopar.report.alternatives import beside_plan, ranked, reason_slower, step_parts
 
     best = found.best
     parts = step_parts(best.plan, best.timeline)
-    rows = [
-        BesidePlan(
-            each.layout.text, each.seconds, each.memory_bytes,
-            reason_slower(each.seconds, step_parts(each.plan, each.timeline), best.seconds, parts),
-        ) for each in found.fitting[1:top]
-    ]  # fmt: skip
-    for each in found.refused:
-        priced = each.found
-        lacking = None if priced is None else lacking_memory(priced.plan, priced.memory_bytes, priced.limit_bytes)
-        if priced is None or lacking is None:
-            rows.append(BesidePlan(each.words, None, None, f"impossible: {each.reason}", error=each.reason))
-        else:
-            rows.append(BesidePlan(each.words, priced.seconds, priced.memory_bytes, lacking.text, lacking))
+
+    def slower(other: PricedLayout) -> str:
+        return reason_slower(other.seconds, step_parts(other.plan, other.timeline), best.seconds, parts)
+
+    rows = [beside_plan(each.layout.text, each, "", slower) for each in found.fitting[1:top]]
+    rows += [beside_plan(each.words, each.found, each.reason, slower) for each in found.refused]
     restriction = {
         "target": search.target.name, "software": search.target.software,
         "own_seconds": own.own.plan.seconds if own is not None else None,

@@ -116,12 +116,8 @@ def _search(
     from autopar.capture.microbatches import rows_of
     from autopar.planner.layouts.pricing import PricedLayouts
     from autopar.planner.planning import options_of
-    from autopar.plans.clusters import get_cluster
     from autopar.plans.request import as_option, request_of
-    from autopar.targets.model_facts import facts_of
-    from autopar.targets.search import TargetSearch
-    from hardware_profiles import split_software
-    from hardware_profiles.software import AS
+    from autopar.targets.exporting import Exporter
 
     rows, length, precision = sizes
     given = {"memory_limit": memory_limit, "precision": precision, "optimizer": said.optimizer}
@@ -131,11 +127,8 @@ def _search(
         model, rows if hf else None, length if hf else None, precision=wanted.pins.precision, by_default=True
     )
     layouts = PricedLayouts(loaded.model, captured, (loaded.args, loaded.kwargs), options_of(wanted))
-    where = f"{split_software(cluster)[0]}{AS}{target.software}"
-    facts = facts_of(loaded.model, captured)
-    rows_there = rows_of((loaded.args, loaded.kwargs))
-    search = TargetSearch(target, layouts, where, get_cluster(where), facts, rows_there, loaded.seq)
-    return search, layouts
+    exporter = Exporter(target, loaded, captured, layouts, cluster, rows_of((loaded.args, loaded.kwargs)))
+    return exporter.search(), layouts
 
 
 def _memory(found: PricedLayout, where: str) -> DeviceMemory:

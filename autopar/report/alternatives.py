@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 
-from autopar.plans.lacking_memory import LackingMemory
+from autopar.planner.layouts.pricing import PricedLayout
+from autopar.plans.lacking_memory import LackingMemory, lacking_memory
 from autopar.plans.plan import Plan
 from autopar.report import Facts
 from autopar.words.texts import show_seconds
@@ -41,6 +42,24 @@ class BesidePlan:
         if self.lacking is not None:
             return 1, self.lacking.needed_bytes - self.lacking.limit_bytes
         return 0, inf if self.seconds is None else self.seconds
+
+
+def beside_plan(
+    layout: str, found: PricedLayout | None, error: str, reason: Callable[[PricedLayout], str]
+) -> BesidePlan:
+    """Return a layout with why it is not the plan.
+
+    Args:
+        layout: its words.
+        found: its price; None if it has none.
+        error: why it has none.
+        reason: returns why a layout that fits is not the plan.
+    """
+    if found is None:
+        return BesidePlan(layout, None, None, f"impossible: {error}", error=error)
+    lacking = lacking_memory(found.plan, found.memory_bytes, found.limit_bytes)
+    text = reason(found) if lacking is None else lacking.text
+    return BesidePlan(layout, found.seconds, found.memory_bytes, text, lacking)
 
 
 def step_parts(plan: Plan, timeline: Timeline) -> dict[str, float]:

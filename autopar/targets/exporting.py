@@ -130,14 +130,18 @@ class Exporter:
 
     def export(self, found: PricedLayout) -> tuple[Export, WrittenFiles]:
         """Return what a layout is written from, and its files."""
-        precision = found.plan.pins.precision
-        plan = replace(found.plan, pins=replace(found.plan.pins, target=self.target.name))
-        found = replace(found, pinned=replace(found.pinned, plan=plan))
+        found = remembering(self.target.name, found)
         export = Export(
             found, self.loaded, found.captured, self.model, self.hardware, self.where, self.rows, self.sequence,
-            precision, plan.optimizer,
+            found.plan.pins.precision, found.plan.optimizer,
         )  # fmt: skip
         return export, self.target.write(export)
+
+
+def remembering(target: str, found: PricedLayout) -> PricedLayout:
+    """Return a layout whose plan remembers the trainer that it is for."""
+    plan = replace(found.plan, pins=replace(found.plan.pins, target=target))
+    return replace(found, pinned=replace(found.pinned, plan=plan))
 
 
 def near(target: Target, plan: Plan, shards: int) -> Iterator[Words]:
@@ -146,7 +150,7 @@ def near(target: Target, plan: Plan, shards: int) -> Iterator[Words]:
     chunks = len(plan.stages) // groups
     sizes = [size for _, size in plan.stages[0].mesh if size > 1]
     roles = [role for role in ("dp", "tp", "cp") if role == "dp" or role in target.words]
-    kinds = {prod_of(sizes, of, roles) for of in product(roles, repeat=len(sizes))}
+    kinds = {_by_role(sizes, of, roles) for of in product(roles, repeat=len(sizes))}
     name = plan.schedule.name.partition(":")[0] if groups > 1 else None
     pipeline: Words = {"pp": str(groups), "vp": str(chunks), "m": str(plan.microbatches)}
     for each in sorted(kinds):
@@ -160,7 +164,7 @@ def near(target: Target, plan: Plan, shards: int) -> Iterator[Words]:
                         yield {**words, "sp": ""}
 
 
-def prod_of(sizes: list[int], roles: tuple[str, ...], names: list[str]) -> tuple[int, ...]:
+def _by_role(sizes: list[int], roles: tuple[str, ...], names: list[str]) -> tuple[int, ...]:
     """Return the size of every role where axes of these sizes have these roles."""
     totals = dict.fromkeys(names, 1)
     for size, role in zip(sizes, roles, strict=True):

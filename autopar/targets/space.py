@@ -106,7 +106,7 @@ def shapes(target: Target, model: ModelFacts, cluster: Cluster, sequence: int | 
 
     Tensor parallelism stays in a machine. Those with the fewest devices for a replica come first.
     """
-    heads = model.number("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads")
+    heads = model.heads
     n_devices = cluster.n_devices
     kinds: list[tuple[int, int, int]] = []
     for tp in divisors(per_node(cluster)) if "tp" in target.words else [1]:

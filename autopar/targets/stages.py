@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopar.planner.layouts.stage_starts import blocks_of
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import hot_ops
-from autopar.targets.target import Export
+from autopar.targets.target import ConfigError, Export
 from autopar.words.graph import Graph
 
 
@@ -31,6 +31,22 @@ class BlocksOfStage:
 def blocks_of_stages(export: Export) -> list[BlocksOfStage]:
     """Return the blocks of every stage of an export, in the order of the model."""
     return blocks_in(export.priced.plan, export.priced.pinned.graph)
+
+
+def whole_blocks(export: Export, target: str) -> list[BlocksOfStage]:
+    """Return the blocks of every stage of an export to a trainer whose stages hold whole blocks.
+
+    Raises:
+        ConfigError: a stage begins or ends inside a block.
+    """
+    stages = blocks_of_stages(export)
+    cut = next((number for number, stage in enumerate(stages) if not stage.whole), None)
+    if cut is not None:
+        raise ConfigError(
+            f"{export.layout.text}: stage {cut} begins or ends inside a block, {target}'s hold whole blocks; plan with "
+            f"--for {target}"
+        )
+    return stages
 
 
 def blocks_in(plan: Plan, graph: Graph) -> list[BlocksOfStage]:

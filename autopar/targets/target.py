@@ -46,6 +46,16 @@ class ModelFacts:
         found = (self.config.get(name) for name in names)
         return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
 
+    @property
+    def heads(self) -> int | None:
+        """Heads of attention; None where the config does not say it."""
+        return self.number("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads")
+
+    @property
+    def key_heads(self) -> int | None:
+        """Heads of keys and values, as many as of queries in latent attention; None where the config says neither."""
+        return (None if self.number("kv_lora_rank") else self.number("num_key_value_heads")) or self.heads
+
 
 @dataclass(frozen=True)
 class Export:

@@ -69,7 +69,8 @@ def written(words: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
     """Return a layout and the files that are written for it; stages are those of an even division."""
     layout, model = parse_layout(words), facts(config)
     stages = sizes_of(model.blocks, layout.groups * layout.chunks)
-    monkeypatch.setattr(writing, "layers_of_stages", lambda _: stages)
+    monkeypatch.setattr(writing, "counts", lambda _: stages)
+    monkeypatch.setattr(writing, "whole_blocks", lambda *_: [])
     export: Any = SimpleNamespace(
         layout=layout, model=model, rows=m * layout.rows * layout.sizes["dp"], sequence=seq, microbatches=m,
         rows_of_rank=layout.rows, precision=parse_precision(precision), optimizer=optimizer,

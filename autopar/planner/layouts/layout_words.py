@@ -116,6 +116,11 @@ class Layout:
         return self.groups * prod(self.sizes.values())
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks that share the routed experts of a layer, those of tensor parallelism too where rows go to them."""
+        return self.experts * (self.sizes["tp"] if self.experts_travel else 1)
+
+    @property
     def written(self) -> str:
         """The layout as messages name it."""
         return f"--like {self.text}"

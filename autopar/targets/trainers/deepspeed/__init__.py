@@ -36,7 +36,7 @@ def refuses(layout: Layout, model: ModelFacts) -> str:
         why = _refuses_sequence(layout, model)
         if why:
             return why
-    ep = layout.experts * tp if layout.experts_travel else layout.experts
+    ep = layout.expert_ranks
     if ep > 1:
         if model.family not in PRESETS:
             return f"ep={ep}: AutoEP knows {', '.join(PRESETS)}, this model is '{model.family or 'one of its own'}'"
@@ -59,8 +59,7 @@ def _refuses_sequence(layout: Layout, model: ModelFacts) -> str:
         return f"cp={cp} with tp={tp}: AutoTP and Ulysses each bring groups of their own; use one of them"
     if not is_causal(model):
         return f"cp={cp}: train.py cuts the sequence of causal models of transformers only, which this model is not"
-    heads = model.number("num_attention_heads", "n_head")
-    keys = model.number("num_key_value_heads") or heads
+    heads, keys = model.heads, model.key_heads
     if heads is not None and heads % cp:  # ulysses_sp.py, __init__
         return f"cp={cp} does not divide num_attention_heads={heads}"
     if keys is not None and keys % cp and cp % keys:

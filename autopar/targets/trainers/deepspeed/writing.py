@@ -84,10 +84,9 @@ def config_of(export: Export, policy: Precision) -> dict[str, Any]:
     if cp > 1:
         config["sequence_parallel_size"] = cp
         config["seq_parallel_communication_data_type"] = SHORT.get(policy.reduce, "fp32")
-    ep = layout.experts * tp if layout.experts_travel else layout.experts
-    if ep > 1:
+    if layout.expert_ranks > 1:
         config["expert_parallel"] = {
-            "enabled": True, "autoep_size": ep, "expert_tensor_parallel_size": 1,
+            "enabled": True, "autoep_size": layout.expert_ranks, "expert_tensor_parallel_size": 1,
             "preset_model": PRESETS[export.model.family],
         }  # fmt: skip
     return config

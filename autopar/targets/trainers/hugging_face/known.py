@@ -41,9 +41,7 @@ def refuses_tensor(model: ModelFacts, tp: int) -> str:
         return f"tp={tp}: it cuts models of transformers by their tensor parallel plan, a model of one's own has none"
     if model.family not in known()["tensor_parallel_families"]:
         return f"tp={tp}: transformers {known()['transformers']} has no tensor parallel plan for '{model.family}'"
-    heads = model.number("num_attention_heads", "n_head")
-    keys = model.number("num_key_value_heads") or heads
-    for name, number in (("num_attention_heads", heads), ("num_key_value_heads", keys),
+    for name, number in (("num_attention_heads", model.heads), ("num_key_value_heads", model.key_heads),
                          ("intermediate_size", model.number("intermediate_size"))):  # fmt: skip
         if number is not None and number % tp:
             return f"tp={tp} does not divide {name}={number}"

@@ -43,11 +43,10 @@ def refuses(layout: Layout, model: ModelFacts) -> str:
 def _heads(layout: Layout, model: ModelFacts) -> str:
     """Refuse tensor parallelism that heads or features do not divide over (TransformerConfig.__post_init__)."""
     tp = layout.sizes["tp"]
-    heads = model.number("num_attention_heads", "n_head") or 1
-    groups = model.number("num_key_value_heads") or heads
+    heads, groups = model.heads or 1, model.key_heads or 1
     if heads % tp:
         return f"tp={tp} does not divide the {heads} heads of attention; use a divisor"
-    if not model.family.startswith("deepseek") and groups % tp and tp % groups:
+    if groups % tp and tp % groups:
         return f"tp={tp} neither divides the {groups} heads of keys and values nor is a multiple; use a divisor"
     features = model.number("intermediate_size", "n_inner") or 0
     if features % tp:
@@ -59,7 +58,7 @@ def _experts(layout: Layout, model: ModelFacts) -> str:
     tp, experts = layout.sizes["tp"], model.experts
     if experts and tp > 1 and not layout.sequence_parallel:  # MoELayer.forward raises
         return f"experts with tp={tp} need sequence parallelism; add sp"
-    ranks = expert_ranks(layout)
+    ranks = layout.expert_ranks
     if ranks > 1 and not experts:  # validate_args: "num_experts must be non None"
         return f"ep={ranks} needs routed experts, the model has none; leave it out"
     if ranks > 1 and experts % ranks:  # validate_args
@@ -74,9 +73,7 @@ def _context(layout: Layout, model: ModelFacts) -> str:
     cp, tp = layout.sizes["cp"], layout.sizes["tp"]
     if cp == 1 or layout.way != "ulysses":
         return ""
-    heads = model.number("num_attention_heads", "n_head") or 1
-    groups = heads if model.family.startswith("deepseek") else model.number("num_key_value_heads") or heads
-    few = min(heads, groups) // tp
+    few = min(model.heads or 1, model.key_heads or 1) // tp
     if few % cp:  # transformer_engine: heads of a rank are exchanged among the ranks of cp
         return f"cp={cp}:ulysses does not divide the {few} heads of keys and values of a rank; use cp={cp}:ring"
     return ""
@@ -110,11 +107,6 @@ def _precision(layout: Layout) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def expert_ranks(layout: Layout) -> int:
-    """Return ``--expert-model-parallel-size``: ranks that share the routed experts, those of tensor parallelism too."""
-    return layout.experts * (layout.sizes["tp"] if layout.experts_travel else 1)
 
 
 def recomputed_modules(which: str, model: ModelFacts) -> list[str]:
@@ -222,7 +214,7 @@ def layout_arguments(export: Export, sizes: list[int]) -> Arguments:
         arguments |= {"--context-parallel-size": str(cp), "--cp-comm-type": CONTEXT_WAYS[layout.way]}
     if export.model.experts:
         arguments |= {
-            "--expert-model-parallel-size": str(expert_ranks(layout)),
+            "--expert-model-parallel-size": str(layout.expert_ranks),
             "--expert-tensor-parallel-size": "1" if layout.experts_travel else str(tp),
         }
     return {**arguments, **_stage_arguments(export, sizes), **_storage(layout.zero), **_again(export)}

@@ -15,7 +15,6 @@ from importlib import resources
 from typing import Any
 
 from autopar.errors import closest
-from autopar.targets.target import Source
 from autopar.targets.trainers.megatron.fields import FLAG, kinds, options_by_dest
 from autopar.targets.trainers.megatron.options import MegatronOptions
 from autopar.targets.trainers.megatron.shell import unknown
@@ -166,8 +165,3 @@ def _looked_up(root: Mapping[object, object], name: str, path: tuple[str, ...], 
     for part in parts:
         at = at.get(part) if isinstance(at, dict) else None
     return text if at is None or isinstance(at, dict) or (isinstance(at, str) and "${" in at) else at
-
-
-def options_for(source: Source) -> MegatronOptions:
-    """Return no options yet, of a file."""
-    return MegatronOptions(source)

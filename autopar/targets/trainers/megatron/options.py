@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import closest
 from autopar.targets.target import ConfigError, Source
-from autopar.targets.trainers.megatron.fields import FLAG, MANY, effect, kinds
+from autopar.targets.trainers.megatron.fields import FLAG, MANY, kinds
 from autopar.targets.trainers.megatron.shell import UNKNOWN
 from hardware_profiles.strict import Unreadable, parse_count
 
@@ -52,11 +52,6 @@ class MegatronOptions:
                 name = text.split(UNKNOWN)[1]
                 raise self.error(option, f"is '{shown(text)}', and nothing in the file sets {name}; write its value")
         return found
-
-    @staticmethod
-    def of_no_effect(names: Iterable[str]) -> set[str]:
-        """Return those of some options that change neither time nor memory."""
-        return {name for name in names if not effect(name)}
 
     def text(self, option: str, default: str = "") -> str:
         """Return the value of an option."""

@@ -7,8 +7,8 @@ import shlex
 
 from autopar.targets.target import Config, Source
 from autopar.targets.trainers.megatron.configs import config_of
-from autopar.targets.trainers.megatron.fields import kinds
-from autopar.targets.trainers.megatron.options import MegatronOptions, options_of_words, shown
+from autopar.targets.trainers.megatron.fields import effect, kinds
+from autopar.targets.trainers.megatron.options import options_of_words, shown
 from autopar.targets.trainers.megatron.shell import Command, Script, read_script
 from autopar.targets.trainers.megatron.yaml_files import kind_of, read_bridge, read_yaml, tree_of
 from hardware_profiles.strict import Unreadable, parse_count
@@ -63,7 +63,7 @@ def read(source: Source) -> Config:
 def _matters(added: str) -> bool:
     """Return whether options that may be added change the price."""
     names = re.findall(r"--[a-z0-9-]+", added)
-    return any(name in kinds() and name not in MegatronOptions.of_no_effect(names) for name in names)
+    return any(name in kinds() and effect(name) for name in names)
 
 
 def _command(source: Source, script: Script) -> Command:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.targets.stages import blocks_of_stages, counts
+from autopar.targets.stages import counts, whole_blocks
 from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.targets.trainers.megatron.layouts import check_batch, layout_arguments, precision_arguments
 from autopar.targets.trainers.megatron.models import Arguments, model_arguments
@@ -50,7 +50,7 @@ def write(export: Export) -> WrittenFiles:
         ConfigError: Megatron-LM cannot divide the batch or the sequence so, or has no such numbers or optimizer.
     """
     check_batch(export)
-    sizes = layers_of_stages(export)
+    sizes = counts(whole_blocks(export, "megatron"))
     layout = export.layout
     policy = layout.precision or export.precision
     optimizer = layout.optimizer or export.optimizer
@@ -78,20 +78,6 @@ def write(export: Export) -> WrittenFiles:
                  "MEGATRON_LM: the path of a checkout of Megatron-LM"),
         notes=tuple(_notes(export)),
     )  # fmt: skip
-
-
-def layers_of_stages(export: Export) -> list[int]:
-    """Return how many layers every stage of the plan has, in the order of the model.
-
-    Raises:
-        ConfigError: a stage boundary of the plan is inside a layer.
-    """
-    stages = blocks_of_stages(export)
-    cut = next((number for number, stage in enumerate(stages) if not stage.whole), None)
-    if cut is not None:
-        raise ConfigError(f"stage {cut} of the plan begins or ends inside a layer, Megatron-LM's hold whole layers; "
-                          "plan with --for megatron")  # fmt: skip
-    return counts(stages)
 
 
 def _section(name: str, arguments: Arguments) -> str:

@@ -11,16 +11,7 @@ from autopar.targets.target import Config, Source
 from autopar.targets.trainers.hugging_face.section import parse_yaml
 from autopar.targets.trainers.megatron.configs import config_of
 from autopar.targets.trainers.megatron.fields import tables
-from autopar.targets.trainers.megatron.nemo import (
-    OFF,
-    known,
-    option_of,
-    options_for,
-    resolved,
-    set_numbers,
-    set_option,
-    take,
-)
+from autopar.targets.trainers.megatron.nemo import OFF, known, option_of, resolved, set_numbers, set_option, take
 from autopar.targets.trainers.megatron.options import MegatronOptions, options_of_words
 from autopar.targets.trainers.megatron.shell import Script, split
 from hardware_profiles.strict import Unreadable, parse_count
@@ -86,7 +77,7 @@ def _zoo(source: Source, tree: Tree) -> Config:
 
 def _megatron(source: Source, tree: Tree) -> Config:
     """Read the yaml of ``--yaml-cfg``: sections of TransformerConfig, and options by the names of their variables."""
-    options = options_for(source)
+    options = MegatronOptions(source)
     names = known("bridge")["model"] | known("bridge")["ddp"] | OLDER_YAML
     names |= {option[2:].removeprefix("no-").replace("-", "_") for option in tables()["older"]}
     for section in SECTIONS:
@@ -153,7 +144,7 @@ def _devices(source: Source, trainer: Tree) -> int | None:
 def _nemo1(source: Source, raw: Tree) -> Config:
     tree = resolved(raw)
     assert isinstance(tree, dict)
-    options = options_for(source)
+    options = MegatronOptions(source)
     trainer, model = tree["trainer"], tree["model"]
     names = known("nemo1")
     for key in trainer:
@@ -228,7 +219,7 @@ def _nemo2(source: Source, raw: Tree) -> Config:
     """Read a NeMo 2 recipe as its command line writes it: a trainer with a strategy, a model with a config."""
     tree = resolved(raw)
     assert isinstance(tree, dict)
-    options = options_for(source)
+    options = MegatronOptions(source)
     trainer, names = tree["trainer"], known("nemo2")
     strategy = trainer["strategy"]
     take(options, "trainer.strategy.", strategy, names["strategy"])
@@ -274,7 +265,7 @@ def read_bridge(source: Source, overrides: Mapping[str, object], devices: int | 
     Raises:
         ConfigError: a field is none of Megatron-Bridge's, or cannot be honoured.
     """
-    options = options_for(source)
+    options = MegatronOptions(source)
     sections = known("bridge")
     parts: dict[str, Tree] = {}
     for name, value in overrides.items():

@@ -32,10 +32,7 @@ def refuses(layout: Layout, model: ModelFacts) -> str:
 def _heads(layout: Layout, model: ModelFacts) -> str:
     """Refuse what ``Decoder.Config.update_from_config`` does of tensor parallelism."""
     tp = layout.sizes["tp"]
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = model.number(name)
-        if name == "num_key_value_heads" and model.family.startswith("deepseek"):
-            continue  # MLA has no heads of keys of its own
+    for name, heads in (("num_attention_heads", model.heads), ("num_key_value_heads", model.key_heads)):
         if heads and heads % tp:
             return f"torchtitan cuts heads by tp, which is {tp} and does not divide {name}={heads}; use a divisor"
     if layout.sizes["cp"] > 1 and layout.way != "allgather":
@@ -84,7 +81,7 @@ def _pipeline(layout: Layout, model: ModelFacts) -> str:
 def _experts(layout: Layout, model: ModelFacts) -> str:
     """Refuse cuts of experts that its sparse mesh has not."""
     tp, cp = layout.sizes["tp"], layout.sizes["cp"]
-    spread = layout.experts * (tp if layout.experts_travel else 1)
+    spread = layout.expert_ranks
     if not layout.routed or not model.experts:
         return ""
     if layout.experts > 1 and tp > 1 and not layout.experts_travel:

@@ -6,7 +6,7 @@ from pprint import pformat
 from typing import Any
 
 from autopar.planner.layouts.stage_starts import sizes_of
-from autopar.targets.stages import blocks_of_stages
+from autopar.targets.stages import whole_blocks
 from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.targets.trainers.torchtitan.models import FAMILIES, Family, rope_arguments
 from autopar.words.precision import Precision
@@ -109,14 +109,9 @@ def _training(export: Export) -> dict[str, Any]:
         "local_batch_size": each * export.microbatches if layout.groups > 1 else each,
         "global_batch_size": export.rows, "seq_len": export.sequence, "steps": 1000, **_formats(export.precision),
     }  # fmt: skip
-    if layout.groups > 1 or _experts(export) > 1:  # Trainer.Config refuses CUDA graphs there
+    if layout.groups > 1 or layout.expert_ranks > 1:  # Trainer.Config refuses CUDA graphs there
         said["disable_cuda_graphs"] = True
     return {name: value for name, value in said.items() if value is not None}
-
-
-def _experts(export: Export) -> int:
-    layout = export.layout
-    return layout.experts * (layout.sizes["tp"] if layout.experts_travel else 1)
 
 
 def _parallelism(export: Export) -> dict[str, Any]:
@@ -127,7 +122,7 @@ def _parallelism(export: Export) -> dict[str, Any]:
         "data_parallel_replicate_degree": dp // shards, "data_parallel_shard_degree": shards,
         "fsdp_reshard_after_forward": "never" if layout.zero == 1 else "always",
         "tensor_parallel_degree": layout.sizes["tp"], "enable_sequence_parallel": layout.sequence_parallel,
-        "context_parallel_degree": layout.sizes["cp"], "expert_parallel_degree": _experts(export),
+        "context_parallel_degree": layout.sizes["cp"], "expert_parallel_degree": layout.expert_ranks,
     }  # fmt: skip
     if layout.sizes["cp"] > 1:
         said["context_parallel_load_balancer"] = "ptrr"  # of FlexAttention's masks
@@ -147,12 +142,7 @@ def stages_of(export: Export) -> list[list[str]]:
         ConfigError: a stage begins or ends inside a block.
     """
     names, done = [], 0
-    for number, stage in enumerate(blocks_of_stages(export)):
-        if not stage.whole:
-            raise ConfigError(
-                f"{export.layout.text}: stage {number} begins or ends inside a block, torchtitan's hold whole blocks; "
-                "plan with --for torchtitan"
-            )
+    for stage in whole_blocks(export, "torchtitan"):
         blocks = [f"layers.{n}" for n in range(done, done + len(stage.blocks))]
         done += len(blocks)
         names.append([*["tok_embeddings"] * stage.is_first, *blocks, *["norm", "lm_head"] * stage.is_last])
