@@ -68,8 +68,8 @@ class Export:
         cluster: where it runs; ``cluster_name`` is its name.
         rows: rows of a step's batch over all ranks.
         sequence: places of a row; None where inputs are no sequences.
-        precision: the policy that the plan was priced under.
-        optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``.
+        precision: the policy that the plan was priced under, also where a word of the layout says it.
+        optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``, likewise.
     """
 
     priced: PricedLayout

@@ -11,7 +11,7 @@ from __future__ import annotations
 from autopar.planner.layouts.layout_words import Layout
 from autopar.targets.target import ModelFacts, Target
 from autopar.targets.trainers.accelerate.reading import read, reads
-from autopar.targets.trainers.accelerate.writing import write
+from autopar.targets.trainers.accelerate.writing import is_fsdp, write
 from autopar.targets.trainers.hugging_face.known import is_causal, known, refuses_tensor
 
 WORDS: dict[str, tuple[str, ...] | None] = {
@@ -29,7 +29,7 @@ WORDS: dict[str, tuple[str, ...] | None] = {
 
 def refuses(layout: Layout, model: ModelFacts) -> str:
     """Return why accelerate cannot train a model in a layout, in one sentence; empty if it can."""
-    sizes, fsdp = layout.sizes, layout.zero == 3 or layout.keeps
+    sizes, fsdp = layout.sizes, is_fsdp(layout)
     dp, cp, tp = sizes["dp"], sizes["cp"], sizes["tp"]
     if cp > 1 and layout.way not in ("ring", "allgather"):
         return f"cp={cp}:{layout.way}: cp_comm_strategy is alltoall (ring) or allgather; write cp={cp}:ring"

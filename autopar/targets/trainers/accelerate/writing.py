@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from typing import Any
 
+from autopar.planner.layouts.layout_words import Layout
 from autopar.targets.target import ConfigError, Export, WrittenFiles
-from autopar.targets.trainers.hugging_face.model_files import (
-    blocks_wrapped,
-    inputs_of,
-    model_files,
-    policy_of,
-    script,
-    training_arguments,
-)
+from autopar.targets.trainers.hugging_face.model_files import blocks_wrapped, policy_of, shared_files
 from autopar.words.precision import OWN, Precision
 
 NAME = "accelerate"
@@ -26,48 +20,42 @@ def write(export: Export) -> WrittenFiles:
         ConfigError: the precision cannot be said there.
     """
     layout, policy = export.layout, _policy(export)
-    recompute = layout.recompute
     settings = config_of(export, policy)
-    files, model = model_files(export)
-    optimizer = layout.optimizer or export.optimizer
-    run: dict[str, Any] = {
-        "model": model, "batch": export.rows, "sequence": export.sequence, "rows": export.rows_of_rank,
-        "microbatches": export.microbatches,
-        "optimizer": optimizer, "recompute": recompute, "master": policy.master, "reduce": policy.reduce,
-        "recompute_classes": list(blocks_wrapped(export)),
+    run = {
+        "rows": export.rows_of_rank, "microbatches": export.microbatches, "optimizer": export.optimizer,
+        "master": policy.master, "reduce": policy.reduce,
     }  # fmt: skip
-    if export.loaded.spec.startswith("hf:"):
-        run["inputs"] = inputs_of(export)
-    files |= {"accelerate.yaml": yaml_text(settings), "run.json": json.dumps(run, indent=1) + "\n",
-              "train.py": script(NAME)}  # fmt: skip
+    arguments = _for_trainer(export, settings) if _trainer_says(export) else None
+    shared = shared_files(export, policy, NAME, run, arguments)
     notes = [
         "run.json has what accelerate.yaml cannot say (rows of a microbatch, microbatches, optimizer, the format of "
         "gradient sums, the sequence); train.py reads both"
     ]
-    if _trainer_says(export):
-        files["training_arguments.json"] = training_arguments(export, policy, _for_trainer(export, settings))
-        notes.append("training_arguments.json has the same decisions for who trains with transformers' Trainer, which "
-                     "sums gradients of FSDP2 in bfloat16")  # fmt: skip
-    if export.model.batch_norms:
-        notes.append("batch norms take statistics of the rows of one rank in one microbatch")
+    fill_in = []
+    if arguments is not None:
+        notes.append("transformers' Trainer sums gradients of FSDP2 in bfloat16")
     if layout.sizes["tp"] > 1:
         notes.append("transformers cuts the model while it loads it, so that it has to come from a checkpoint; what "
                      "its plan does not name (often the embedding) is whole, priced as cut")  # fmt: skip
-    fill_in = ["batch_of in train.py: your data"]
-    if layout.sizes["tp"] > 1:
         fill_in.append("checkpoint/: a checkpoint of the model, as save_pretrained writes it")
     if export.cluster.n_nodes > 1:
         fill_in.append("machine_rank and main_process_ip of accelerate.yaml, where accelerate launch starts it")
-    if not export.loaded.spec.startswith("hf:"):
-        fill_in.append(f"what {model.partition(':')[0]} imports has to be importable")
-    return WrittenFiles(files, ("train.py",), tuple(fill_in), tuple(notes))
+    return replace(
+        shared, files={**shared.files, "accelerate.yaml": yaml_text(settings)}, fill_in=(*shared.fill_in, *fill_in),
+        notes=(*notes, *shared.notes),
+    )  # fmt: skip
+
+
+def is_fsdp(layout: Layout) -> bool:
+    """Return whether a layout is one of FSDP there, else one of DistributedDataParallel."""
+    return layout.zero == 3 or layout.keeps
 
 
 def config_of(export: Export, policy: Precision) -> dict[str, Any]:
     """Return the fields of accelerate.yaml."""
     layout, devices = export.layout, export.layout.n_devices
     half = {"bfloat16": "bf16", "float16": "fp16"}.get(policy.params, "no") if policy.master == "float32" else "no"
-    fsdp = layout.zero == 3 or layout.keeps
+    fsdp = is_fsdp(layout)
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE", "debug": False,
         "distributed_type": "FSDP" if fsdp else "MULTI_GPU" if devices > 1 else "NO",
@@ -102,7 +90,7 @@ STRATEGIES = {"ring": "alltoall", "allgather": "allgather", "ulysses": "allgathe
 
 def _policy(export: Export) -> Precision:
     policy, layout = policy_of(export, NAME), export.layout
-    fsdp = layout.zero == 3 or layout.keeps
+    fsdp = is_fsdp(layout)
     if not fsdp and policy.params != OWN and policy.reduce != policy.master:
         raise ConfigError(f"{NAME}: precision {policy}: with zero=0 gradients have the masters' format, "
                           f"{policy.master}, and are summed in it, not in {policy.reduce}; use fsdp")  # fmt: skip
@@ -115,7 +103,7 @@ def _trainer_says(export: Export) -> bool:
     """Return whether TrainingArguments alone can say a layout: they have no mesh, nor momentum of SGD."""
     layout = export.layout
     mesh = max(layout.sizes["tp"], layout.sizes["cp"], layout.shards)
-    return bool(export.model.family) and mesh == 1 and (layout.optimizer or export.optimizer) != "sgd_momentum"
+    return bool(export.model.family) and mesh == 1 and export.optimizer != "sgd_momentum"
 
 
 def _for_trainer(export: Export, settings: dict[str, Any]) -> dict[str, Any]:

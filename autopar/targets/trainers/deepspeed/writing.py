@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from autopar.targets.target import ConfigError, Export, WrittenFiles
-from autopar.targets.trainers.hugging_face.model_files import (
-    blocks_wrapped,
-    inputs_of,
-    model_files,
-    policy_of,
-    script,
-    training_arguments,
-)
+from autopar.targets.trainers.hugging_face.model_files import policy_of, shared_files
 from autopar.words.precision import OWN, Precision
 
 NAME = "deepspeed"
@@ -29,33 +23,20 @@ def write(export: Export) -> WrittenFiles:
     Raises:
         ConfigError: the precision cannot be said there.
     """
-    layout = export.layout
-    policy = _policy(export)
-    settings = config_of(export, policy)
-    files, model = model_files(export)
-    run: dict[str, Any] = {
-        "model": model, "batch": export.rows, "sequence": export.sequence, "recompute": layout.recompute,
-        "recompute_classes": list(blocks_wrapped(export)), "master": "float32" if policy.master != OWN else OWN,
-    }  # fmt: skip
-    if export.loaded.spec.startswith("hf:"):
-        run["inputs"] = inputs_of(export)
-    files |= {"ds_config.json": json.dumps(settings, indent=1) + "\n", "run.json": json.dumps(run, indent=1) + "\n",
-              "train.py": script(NAME)}  # fmt: skip
+    layout, policy = export.layout, _policy(export)
+    arguments = {"deepspeed": "ds_config.json", "gradient_checkpointing": layout.recompute == "full",
+                 "learning_rate": RATE, "weight_decay": 0.01, "max_grad_norm": 0.0}  # fmt: skip
+    trainer_says = export.model.family and export.optimizer != "sgd_momentum" and layout.sizes["cp"] == 1
+    shared = shared_files(
+        export, policy, NAME, {"master": "float32" if policy.master != OWN else OWN},
+        arguments if trainer_says else None,
+    )  # fmt: skip
     notes = ["run.json has what ds_config.json cannot say: whether blocks are recomputed, and the sequence"]
-    if export.model.family and (layout.optimizer or export.optimizer) != "sgd_momentum" and layout.sizes["cp"] == 1:
-        files["training_arguments.json"] = training_arguments(
-            export, policy, {"deepspeed": "ds_config.json", "gradient_checkpointing": layout.recompute == "full",
-                             "learning_rate": RATE, "weight_decay": 0.01, "max_grad_norm": 0.0})  # fmt: skip
-        notes.append("training_arguments.json has the same decisions for who trains with transformers' Trainer")
     if layout.sizes["tp"] > 1:
         notes.append("AutoTP cuts what transformers' tensor parallel plan of the model names; embedding, logits and "
                      "loss are whole there where the plan does not name them, priced as cut")  # fmt: skip
-    if export.model.batch_norms:
-        notes.append("batch norms take statistics of the rows of one rank in one microbatch")
-    fill_in = ["batch_of in train.py: your data"]
-    if not export.loaded.spec.startswith("hf:"):
-        fill_in.append(f"what {model.partition(':')[0]} imports has to be importable")
-    return WrittenFiles(files, ("train.py",), tuple(fill_in), tuple(notes))
+    files = {**shared.files, "ds_config.json": json.dumps(config_of(export, policy), indent=1) + "\n"}
+    return replace(shared, files=files, notes=(*notes, *shared.notes))
 
 
 RATE = 1e-4
@@ -68,7 +49,7 @@ def config_of(export: Export, policy: Precision) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": export.rows_of_rank,
         "gradient_accumulation_steps": export.microbatches, "gradient_clipping": 0.0, "steps_per_print": 100,
-        "optimizer": _optimizer(layout.optimizer or export.optimizer),
+        "optimizer": _optimizer(export.optimizer),
         "zero_optimization": {"stage": stage},
     }  # fmt: skip
     if tp == 1:  # with AutoTP, DeepSpeed counts ranks of tensor parallelism as if they had rows of their own

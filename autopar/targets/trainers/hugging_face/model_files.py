@@ -1,4 +1,4 @@
-"""The user's model in an exported folder, what ``run.json`` says of it, and Trainer arguments."""
+"""What exported folders of the Hugging Face stack share: the model, ``run.json``, Trainer arguments, train.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,39 @@ from typing import Any
 import torch
 
 from autopar.frontends import split_spec
-from autopar.targets.target import ConfigError, Export
+from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.words.precision import OWN, Precision
+
+
+def shared_files(
+    export: Export, policy: Precision, target: str, run: Mapping[str, Any], arguments: Mapping[str, Any] | None
+) -> WrittenFiles:
+    """Return the files that every folder has, with what to fill in and notes.
+
+    Args:
+        policy: the precision that the trainer follows.
+        target: the trainer, whose package has ``train.py.j2``.
+        run: the trainer's own fields of ``run.json``.
+        arguments: the trainer's own fields of TrainingArguments; None where these cannot say the plan.
+    """
+    files, model = model_files(export)
+    said: dict[str, Any] = {
+        "model": model, "batch": export.rows, "sequence": export.sequence, "recompute": export.layout.recompute,
+        "recompute_classes": list(blocks_wrapped(export)), **run,
+    }  # fmt: skip
+    fill_in = ["batch_of in train.py: your data"]
+    notes = []
+    if export.loaded.spec.startswith("hf:"):
+        said["inputs"] = inputs_of(export)
+    else:
+        fill_in.append(f"what {model.partition(':')[0]} imports has to be importable")
+    files |= {"run.json": json.dumps(said, indent=1) + "\n", "train.py": script(target)}
+    if arguments is not None:
+        files["training_arguments.json"] = training_arguments(export, policy, arguments)
+        notes.append("training_arguments.json has the same decisions for who trains with transformers' Trainer")
+    if export.model.batch_norms:
+        notes.append("batch norms take statistics of the rows of one rank in one microbatch")
+    return WrittenFiles(files, ("train.py",), tuple(fill_in), tuple(notes))
 
 
 def model_files(export: Export) -> tuple[dict[str, str], str]:
@@ -72,12 +103,11 @@ def policy_of(export: Export, name: str) -> Precision:
 
 def training_arguments(export: Export, policy: Precision, more: Mapping[str, Any]) -> str:
     """Return TrainingArguments with the decisions of a plan, for who trains with the Trainer."""
-    optimizer = export.layout.optimizer or export.optimizer
     values: dict[str, Any] = {
         "output_dir": "checkpoints", "per_device_train_batch_size": export.rows_of_rank,
         "gradient_accumulation_steps": export.microbatches, "bf16": policy.params == "bfloat16",
         "fp16": policy.params == "float16", "gradient_checkpointing": False,
-        "optim": "adamw_torch" if optimizer == "adamw" else "sgd", **more,
+        "optim": "adamw_torch" if export.optimizer == "adamw" else "sgd", **more,
     }  # fmt: skip
     return json.dumps(values, indent=1) + "\n"
 

@@ -52,15 +52,13 @@ def write(export: Export) -> WrittenFiles:
     check_batch(export)
     sizes = counts(whole_blocks(export, "megatron"))
     layout = export.layout
-    policy = layout.precision or export.precision
-    optimizer = layout.optimizer or export.optimizer
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError(f"Megatron-LM has no optimizer {optimizer}; use {', '.join(OPTIMIZERS)}")
+    if export.optimizer not in OPTIMIZERS:
+        raise ConfigError(f"Megatron-LM has no optimizer {export.optimizer}; use {', '.join(OPTIMIZERS)}")
     groups = {
         "model": model_arguments(export.model, export.sequence, layout.sizes["tp"]),
         "layout": layout_arguments(export, sizes),
-        "precision": precision_arguments(policy, zero=layout.zero),
-        "optimizer": dict(OPTIMIZERS[optimizer]),
+        "precision": precision_arguments(export.precision, zero=layout.zero),
+        "optimizer": dict(OPTIMIZERS[export.optimizer]),
         "data and steps: yours go here": TO_FILL_IN,
     }
     names = {
@@ -124,7 +122,7 @@ SECTIONS = {
 
 def bridge_overrides(export: Export, arguments: Arguments) -> str:
     """Return overrides of a Megatron-Bridge recipe, one a line: ``model.tensor_model_parallel_size=4``."""
-    policy = export.layout.precision or export.precision
+    policy = export.precision
     params = (
         "fp32" if policy is None else {"bfloat16": "bf16_mixed", "float16": "fp16_mixed"}.get(str(policy.params), "")
     )
