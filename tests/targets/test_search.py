@@ -15,6 +15,7 @@ from autopar.frontends.models import load_model
 from autopar.planner.layouts.layout_words import parse_layout
 from autopar.planner.layouts.pricing import PricedLayouts
 from autopar.plans.clusters import get_cluster
+from autopar.report.memory_contents import memory_of_devices
 from autopar.targets import target_named, targets
 from autopar.targets.exporting import Exporter, is_of_words
 from autopar.targets.pricing import best_changes, changed, layout_words, where_time_goes
@@ -133,6 +134,13 @@ def test_edited_plans_are_seen(exporter: Exporter) -> None:
 def test_time_adds_up(exporter: Exporter) -> None:
     plan = exporter.layouts.price(exporter.where, "pp=2,dp=2,zero=1,mbs=2").plan
     assert sum(where_time_goes(plan).values()) == pytest.approx(plan.seconds)
+
+
+@pytest.mark.parametrize("text", ["pp=4,m=2", "pp=2,dp=2,m=4,schedule=gpipe", "pp=2,dp=2,zero=1,m=8", "pp=4"])
+def test_memory_adds_up(exporter: Exporter, text: str) -> None:
+    found = exporter.layouts.price(exporter.where, text)
+    devices = memory_of_devices(found.pinned.graph, found.plan, exporter.hardware)
+    assert max(device.n_bytes for device in devices) == found.memory_bytes
 
 
 def test_changes_help(exporter: Exporter) -> None:
