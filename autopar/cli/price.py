@@ -60,7 +60,7 @@ def price(
 
     Examples: autopar price ds_config.json --model hf:llama/config.json -c dgx-h100-x8 --seq 4096
 
-    autopar price pretrain.sh --model hf:llama/config.json -c dgx-h100-x8
+    autopar price arguments.txt --model hf:llama/config.json -c dgx-h100-x8
     """
     from autopar.plans.clusters import get_cluster
     from autopar.targets.pricing import (

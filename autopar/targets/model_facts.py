@@ -13,6 +13,9 @@ from autopar.targets.target import ModelFacts
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Fields of Hugging Face configs that say how many routed experts a layer has."""
 
+BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+"""Norms over the rows of a microbatch."""
+
 
 def facts_of(model: torch.nn.Module, captured: Captured) -> ModelFacts:
     """Return what trainers ask of a model; ``captured``: at any number of rows."""
@@ -21,7 +24,7 @@ def facts_of(model: torch.nn.Module, captured: Captured) -> ModelFacts:
     facts = ModelFacts(
         str(config.get("model_type") or ""), config, len(blocks), tuple(lists_of_blocks(captured.graph)),
         sum(parameter.numel() for parameter in model.parameters()),
-        batch_norms=any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules()),
+        batch_norms=any(isinstance(m, BATCH_NORMS) for m in model.modules()),
     )  # fmt: skip
     experts = facts.number(*EXPERTS) or 0
     return ModelFacts(**{**vars(facts), "experts": experts})

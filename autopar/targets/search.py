@@ -203,13 +203,18 @@ class TargetSearch:
                     found, helps = other, True
 
     def _nothing(self) -> str:
+        """Return why there is no layout: none fits, or those that fit cannot be written, or the trainer has none."""
         near = [found for found in self._priced.values() if found is not None]
-        least = min(near, key=lambda found: found.memory_bytes, default=None)
-        what = f"no layout of {self.target.title} fits this model on {self.where}"
-        if least is None:
-            first = next(iter(self._reasons.values()), "none divides the batch and the devices")
-            return f"{what}: {first}"
-        return f"{what}: the smallest is {least.layout.text}, {misfit(least)}; use more devices or a smaller batch"
+        here = f"{self.target.title} has no layout of this model on {self.where}"
+        if not near:
+            return f"{here}: {next(iter(self._reasons.values()), 'none divides the batch and the devices')}"
+        least = min(near, key=lambda found: found.memory_bytes)
+        if least.fits:
+            return f"{here}: {self._reasons[least.layout.text]}"
+        return (
+            f"{here} that fits: the smallest is {least.layout.text}, {misfit(least)}; use more devices or a smaller "
+            "batch"
+        )
 
 
 def _stored(found: PricedLayout) -> float:

@@ -15,6 +15,7 @@ from autopar.frontends.models import load_model
 from autopar.planner.layouts.layout_words import parse_layout
 from autopar.planner.layouts.pricing import PricedLayouts
 from autopar.plans.clusters import get_cluster
+from autopar.report.memory_contents import memory_of_devices
 from autopar.targets import target_named, targets
 from autopar.targets.exporting import Exporter, is_of_words
 from autopar.targets.pricing import best_changes, changed, layout_words, where_time_goes
@@ -100,7 +101,7 @@ def test_search_keeps_reasons(exporter: Exporter) -> None:
 
     search = exporter.search()
     search.check = unwritable
-    with pytest.raises(InfeasibleError, match=r"no layout of Plain 1.0 fits"):
+    with pytest.raises(InfeasibleError, match=r"Plain 1.0 has no layout of this model.*no such stage"):
         search.find()
     assert "no such stage" in search._reasons.values()
 
@@ -133,6 +134,13 @@ def test_edited_plans_are_seen(exporter: Exporter) -> None:
 def test_time_adds_up(exporter: Exporter) -> None:
     plan = exporter.layouts.price(exporter.where, "pp=2,dp=2,zero=1,mbs=2").plan
     assert sum(where_time_goes(plan).values()) == pytest.approx(plan.seconds)
+
+
+@pytest.mark.parametrize("text", ["pp=4,m=2", "pp=2,dp=2,m=4,schedule=gpipe", "pp=2,dp=2,zero=1,m=4", "pp=4"])
+def test_memory_adds_up(exporter: Exporter, text: str) -> None:
+    found = exporter.layouts.price(exporter.where, text)
+    devices = memory_of_devices(found.pinned.graph, found.plan, exporter.hardware)
+    assert max(device.n_bytes for device in devices) == found.memory_bytes
 
 
 def test_changes_help(exporter: Exporter) -> None:
@@ -169,9 +177,14 @@ def run(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    [("fsdp2", "parallelize.py"), ("megatron", "pretrain.sh"), ("torchtitan", ""), ("deepspeed", "ds_config.json"),
-     ("accelerate", "accelerate.yaml")],
-)  # fmt: skip
+    [
+        ("megatron", "arguments.txt"),
+        pytest.param("fsdp2", "parallelize.py", marks=pytest.mark.slow),
+        pytest.param("torchtitan", "torchtitan_plan.py", marks=pytest.mark.slow),
+        pytest.param("deepspeed", "ds_config.json", marks=pytest.mark.slow),
+        pytest.param("accelerate", "accelerate.yaml", marks=pytest.mark.slow),
+    ],
+)
 def test_plan_export_price_agree(
     name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,8 +200,7 @@ def test_plan_export_price_agree(
     assert record["seconds"] == plan["seconds"] and record["not_said"] is None
     for script in ("launch.sh", "launch.slurm"):
         subprocess.run(["bash", "-n", script], cwd=tmp_path / "out", check=True)
-    named = file or next(f for f in record["files"] if f.endswith("_registry.py"))
-    said = run(["price", f"out/{named}", "--model", "hf:config.json", "-c", CLUSTER, "--of", name, "--json"],
+    said = run(["price", f"out/{file}", "--model", "hf:config.json", "-c", CLUSTER, "--of", name, "--json"],
                tmp_path, monkeypatch)  # fmt: skip
     assert said.exit_code == 0, said.output
     again = json.loads(said.stdout)

@@ -33,7 +33,7 @@ from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.placements import Placement, State, replicated_placement
-from cost_models.schedules import Schedule, Timeline, build, label_of, live_at_peak, simulate
+from cost_models.schedules import Schedule, Timeline, build, label_of, live_at_peak, live_per_stage, simulate
 from hardware_profiles import Cluster
 
 STEP, USE = "step", "use"
@@ -138,7 +138,7 @@ class _Pinned:
         said = self.said
         n_stages = said.groups * said.chunks
         graphs = cut(self.graph, starts(self.graph, n_stages, said.text))
-        schedule = self._schedule(n_stages)
+        schedule = self._schedule
         size = said.mesh.n_devices
         devices = [tuple(range(g * size, (g + 1) * size)) for g in range(said.groups)]
         stages, alike = self._stages(graphs, [devices[schedule.rank_of_stage[g.number]] for g in graphs])
@@ -172,14 +172,21 @@ class _Pinned:
             layout=said.words,
         )  # fmt: skip
 
-    def _schedule(self, n_stages: int) -> Schedule:
+    @cached_property
+    def _schedule(self) -> Schedule:
         said = self.said
         try:
             if said.groups == 1:
                 return one_stage(said.microbatches)
-            return build(said.schedule, n_stages, said.groups, said.microbatches)
+            return build(said.schedule, said.groups * said.chunks, said.groups, said.microbatches)
         except ValueError as error:
             raise PlanError(f"{said.text}: {error}") from None
+
+    @cached_property
+    def _in_flight(self) -> int:
+        """The microbatches in flight of which peaks are counted: all, where a stage may have all, else any number."""
+        m = self.said.microbatches
+        return m if max(live_per_stage(self._schedule)) >= m else 1
 
     # -- one stage
 
@@ -212,7 +219,7 @@ class _Pinned:
         said = self.said
         options = replace(
             said.options, microbatches=said.microbatches, recompute=patterns_in(graph, said.options.recompute),
-            may_recompute=False, fold=True, in_flight=1,
+            may_recompute=False, fold=True, in_flight=self._in_flight,
         )  # fmt: skip
         setting = MeshProblem(graph, self.cluster, said.mesh, options, devices)
         return setting.realise(self._decided(graph, setting))

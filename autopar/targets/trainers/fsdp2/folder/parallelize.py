@@ -227,8 +227,9 @@ def batch_norms_over(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let batch norms in training take the statistics of all ranks' rows, as one device does."""
     groups = [mesh.get_group(name) for name in ("replicate", "shard") if MESH[name] > 1]
     for module in model.modules():
+        norm: Any = module
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-            module.forward = functools.partial(batch_norm, module, groups)  # type: ignore[method-assign]
+            norm.forward = functools.partial(batch_norm, norm, groups)
 
 
 def batch_norm(norm: Any, groups: list[dist.ProcessGroup], x: torch.Tensor) -> torch.Tensor:
