@@ -23,6 +23,7 @@ from rich.text import Text
 from autopar.cli.answers import print_json as print_json
 from autopar.cli.terminal import err as err
 from autopar.cli.terminal import out as out
+from autopar.cli.terminal import print_lines as print_lines
 from autopar.cli.terminal import styled as styled
 from autopar.errors import AutoparError, ModelError
 from autopar.words.texts import show_bytes as show_bytes

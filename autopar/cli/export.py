@@ -18,8 +18,8 @@ from autopar.cli.common import (
     bound,
     load_and_capture,
     open_plan,
-    out,
     print_json,
+    print_lines,
     progress,
     show_bytes,
     show_seconds,
@@ -70,8 +70,7 @@ def export(
     if as_json:
         print_json({**json.loads(files[RECORD]), "folder": str(output), "files": sorted(files)}, "export")
         return
-    for line in _answer(output, made, written, cost):
-        out().print(line, markup=False, soft_wrap=True)
+    print_lines(*_answer(output, made, written, cost))
 
 
 def _exporter(document: Document, path: Path, to: str, model: str | None, *, trust: bool) -> Exporter:
@@ -117,9 +116,11 @@ def _layout(exporter: Exporter, document: Document) -> tuple[PricedLayout, Expor
 
 def _record(path: Path, made: Export, written: WrittenFiles, cost: ExportCost | None) -> str:
     """Return the file that says what a folder was made from, and what was promised of it."""
+    from autopar.cli.schemas import id_of
+
     plan = made.priced.plan
     said = {
-        "schema": "autopar.export/1", "plan": path.name, "target": plan.pins.target, "layout": made.layout.text,
+        "schema": id_of("export"), "plan": path.name, "target": plan.pins.target, "layout": made.layout.text,
         "cluster": made.cluster_name, "batch": made.rows, "sequence": made.sequence,
         "precision": None if made.precision is None else str(made.precision), "optimizer": made.optimizer,
         "seconds": plan.seconds, "memory_bytes": made.priced.memory_bytes, "limit_bytes": made.priced.limit_bytes,

@@ -14,8 +14,8 @@ from autopar.cli.common import (
     Seq,
     UsageError,
     load_and_capture,
-    out,
     print_json,
+    print_lines,
     progress,
     show_bytes,
     show_seconds,
@@ -89,8 +89,7 @@ def fits(
     if as_json:
         print_json(_facts(found, band, others), "fits")
     else:
-        for line in answer(found, band, others):
-            out().print(line, markup=False, soft_wrap=True)
+        print_lines(*answer(found, band, others))
     if not found.fits:
         raise typer.Exit(1)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.common import Json, PlanPath, UsageError, open_plan, out, print_json, within
+from autopar.cli.common import Json, PlanPath, UsageError, open_plan, print_json, print_lines, within
 from autopar.cli.output_files import Force, OutputFile, OutputKind
 from autopar.errors import PlanError
 
@@ -91,8 +91,7 @@ def launch(
     if printed is not None:
         typer.echo(texts[printed], nl=False)
         return
-    for line in (*scripts.described(job), *_shown(job, files)):
-        out().print(line, markup=False, soft_wrap=True)
+    print_lines(*scripts.described(job), *_shown(job, files))
 
 
 def job_of(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cli.common import UsageError, out, progress, show_bytes, show_seconds
+from autopar.cli.common import UsageError, out, print_lines, progress, show_bytes, show_seconds
 from autopar.errors import AutoparError
 from autopar.report import Facts
 
@@ -148,8 +148,7 @@ def show(
         table(rows_of_layouts(outcome, hardware, top, pinned))
     rows = alternatives(outcome, top, likes)
     searched, requested = rows[: len(rows) - len(likes)], rows[len(rows) - len(likes) :]
-    for row in searched:
-        out().print(f"  {row.layout}: {row.reason}", markup=False, soft_wrap=True)
+    print_lines(*(f"  {row.layout}: {row.reason}" for row in searched))
     for like, row in zip(likes, requested, strict=True):
         if like.found is None:
             out().print(f"  {like.text}: {like.error}", markup=False)

@@ -23,6 +23,7 @@ from autopar.cli.common import (
     load_and_capture,
     out,
     print_json,
+    print_lines,
     progress,
     seconds_within,
     show_bytes,
@@ -234,10 +235,9 @@ def _plan_for(
         return
     plan_for.show(found, cluster, request.top, own)
     if note:
-        out().print(f"  note: {note}", markup=False, soft_wrap=True)
+        print_lines(f"  note: {note}")
     if file is not None:
-        out().print(f"{file.path} has the plan; autopar export {file.path} --to {target} -o FOLDER writes its files",
-                    markup=False, soft_wrap=True)  # fmt: skip
+        print_lines(f"{file.path} has the plan; autopar export {file.path} --to {target} -o FOLDER writes its files")
 
 
 def _as_outcome(found: PricedLayout) -> Outcome:

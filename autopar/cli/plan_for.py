@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autopar.cli.common import UsageError, out, progress, show_bytes, show_seconds
+from autopar.cli.common import UsageError, print_lines, progress, show_bytes, show_seconds
 from autopar.report import Facts
 
 if TYPE_CHECKING:
@@ -78,23 +78,13 @@ def show(found: TargetPlans, where: str, top: int, own: RestrictedPlan | None) -
         rows.append(layout_row("autopar's own", plan, own.own.timeline, own.own.captured.graph, hardware))
     if top > 1:
         table(with_front(rows))
-        for each in nearest_refused(found)[: top - 1]:
-            out().print(f"  {each}", markup=False, soft_wrap=True)
-    out().print(
+        print_lines(*(f"  refused: {each.words}: {each.reason}" for each in found.refused[: top - 1]))
+    print_lines(
         f"{best.layout.text} on {where}: {show_seconds(best.seconds)} a step, {show_bytes(best.memory_bytes)} of "
         f"{show_bytes(best.limit_bytes)}",
-        markup=False, soft_wrap=True,
+        *(f"  note: {note}" for note in best.pinned.notes),
+        *([] if own is None else cost_lines(best, own)),
     )  # fmt: skip
-    for note in best.pinned.notes:
-        out().print(f"  note: {note}", markup=False, soft_wrap=True)
-    if own is not None:
-        for line in cost_lines(best, own):
-            out().print(line, markup=False, soft_wrap=True)
-
-
-def nearest_refused(found: TargetPlans) -> list[str]:
-    """Return layouts that were looked at and refused, with reasons: those that do not fit first."""
-    return [f"refused: {each.words}: {each.reason}" for each in found.refused]
 
 
 def cost_lines(best: PricedLayout, own: RestrictedPlan) -> list[str]:

@@ -13,8 +13,8 @@ from autopar.cli.common import (
     Seq,
     UsageError,
     load_and_capture,
-    out,
     print_json,
+    print_lines,
     progress,
     show_bytes,
     show_seconds,
@@ -95,8 +95,7 @@ def price(
     if as_json:
         print_json(_facts(config, target, said, found, changes), "price")
     else:
-        for line in _answer(target, said, found, changes, search):
-            out().print(line, markup=False, soft_wrap=True)
+        print_lines(*_answer(target, said, found, changes, search))
     if not found.fits:
         raise typer.Exit(1)
 

@@ -18,6 +18,7 @@ from autopar.cli.common import (
     open_plan,
     out,
     print_json,
+    print_lines,
     progress,
     show_bytes,
     show_seconds,
@@ -101,8 +102,7 @@ def reshard(
     if as_json:
         print_json(_facts(found, cluster, moments, top), "reshard")
         return
-    for line in (_title(old, new, plans, moments), *_lines(found, keep)):
-        out().print(line, markup=False, soft_wrap=True)
+    print_lines(_title(old, new, plans, moments), *_lines(found, keep))
     if top and found.n_bytes:
         _print_tensors(found, new, top)
 

@@ -57,6 +57,12 @@ def out() -> Console:
     return Terminal(width=_width(sys.stdout), highlight=False, markup=False, soft_wrap=False)
 
 
+def print_lines(*lines: str) -> None:
+    """Print lines of text on standard output without breaking them, so that words can be found and copied."""
+    for line in lines:
+        out().print(line, soft_wrap=True)
+
+
 def err() -> Console:
     """Return the console of standard error, for progress and errors."""
     return Terminal(file=sys.stderr, width=_width(sys.stderr), highlight=False, markup=False)

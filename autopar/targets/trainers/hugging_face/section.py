@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.errors import closest
 from autopar.targets.target import ConfigError, Source
-from hardware_profiles.strict import Unreadable, parse_json, read_text, shortened
+from hardware_profiles.strict import Unreadable, parse_json, parse_yaml, read_text, shortened
 
 AUTO = "auto"
 """The value that Hugging Face's Trainer and accelerate replace by one of their own arguments."""
@@ -147,34 +147,6 @@ def table_of(source: Source) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ConfigError(f"{source.path.name}: is no table of fields; give the trainer's own config file")
     return value
-
-
-def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text; tags that would make objects are refused.
-
-    Raises:
-        Unreadable: it is no YAML, or a key of a table stands there twice.
-    """
-    import yaml
-
-    class Strict(yaml.SafeLoader):
-        """A loader of plain values that refuses repeated keys."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            """Return a table, or raise an error for a key that stands there twice."""
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = next((key for n, key in enumerate(keys) if key in keys[:n] and key != "<<"), None)
-            if twice is not None:
-                raise yaml.constructor.ConstructorError(None, None, f"key '{twice}' stands there twice",
-                                                        node.start_mark)  # fmt: skip
-            return super().construct_mapping(node, deep)
-
-    if text.count("*") > 1000 or len(text) > 1 << 20:
-        raise Unreadable(f"it has {len(text):,} characters, or more than 1,000 aliases: give a config of a trainer")
-    try:
-        return yaml.load(text, Strict)
-    except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
-        raise Unreadable(f"it is no YAML: {' '.join(str(error).split())[:200]}") from None
 
 
 def beside(source: Source, name: str) -> Source | None:

@@ -6,6 +6,8 @@ megatron/core/transformer/transformer_config.py, the schedules are megatron/core
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.planner.layouts.layout_words import FULL, NONE, SELECTIVE, Layout
 from autopar.planner.layouts.operator_cuts import RING
 from autopar.targets.target import ConfigError, Export, ModelFacts
@@ -193,9 +195,8 @@ def check_batch(export: Export) -> None:
     if layout.chunks > 1 and m >= pp and m % rounds:  # schedules.py: nor may the last group have fewer than pp
         raise ConfigError(f"Megatron-LM runs {m} microbatches of interleaved stages in groups of pp={pp} and more, "
                           f"which have to be equal here; use {m - m % pp} or {m - m % pp + pp}")  # fmt: skip
-    if layout.chunks > 1 and m < pp:  # schedules.py: a group of microbatches has pp or more
-        raise ConfigError(f"Megatron-LM needs as many microbatches as pp={pp} for interleaved stages, the step has "
-                          f"{m}; use a smaller mbs, or vp=1")  # fmt: skip
+    if reason := _pipeline(replace(layout, microbatches=m)):
+        raise ConfigError(f"Megatron-LM: {reason}")
 
 
 def layout_arguments(export: Export, sizes: list[int]) -> Arguments:

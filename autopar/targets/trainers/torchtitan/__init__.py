@@ -9,7 +9,8 @@
 :mod:`.models`   the models that torchtitan has code for, with the sizes of a Hugging Face config
 :mod:`.reading`  files of torchtitan that are priced: commands, config functions, and TOML of the releases before 0.3
 :mod:`.texts`    fields out of TOML, and out of config functions, which are read as text and never run
-:mod:`.writing`  the files that run a plan under torchtitan: a module with a config function, and the command for it
+:mod:`.writing`  the files that run a plan under torchtitan: a module with a config function, and what the environment
+                 needs
 ================ ======================================================================================================
 """
 
@@ -29,5 +30,5 @@ TARGET = Target(
     write=write,
     reads=reads,
     read=read,
-    environment={"OMP_NUM_THREADS": "1"},
+    environment={"OMP_NUM_THREADS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},  # as run_train.sh
 )

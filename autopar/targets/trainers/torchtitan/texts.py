@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from autopar.targets.trainers.torchtitan.fields import (
     registry,
     sizes_of,
 )
+from hardware_profiles.strict import Unreadable, parse_toml
 
 SECTIONS = ("training", "parallelism", "compile", "activation_checkpoint")
 """Fields of a config function that are read; others are of data, tokenizers, logs."""
@@ -55,8 +55,8 @@ def check_names(source: Source, names: Iterator[str] | list[str], *, old: bool) 
 def of_toml(source: Source) -> SaidFields:
     """Return what a job config in TOML says."""
     try:
-        tables = tomllib.loads(source.text)
-    except tomllib.TOMLDecodeError as error:
+        tables = parse_toml(source.text)
+    except Unreadable as error:
         raise source.error("TOML", f"{error}; give a job config of torchtitan") from None
     values = dict(_flat(tables))
     if values.get("model.name") in NO_DECODERS:

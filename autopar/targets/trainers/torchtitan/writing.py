@@ -1,13 +1,15 @@
-"""The files that run a plan under torchtitan: a module with a config function, and the command for it."""
+"""The files that run a plan under torchtitan: a module with a config function, and what the environment needs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pprint import pformat
 from typing import Any
 
 from autopar.planner.layouts.stage_starts import sizes_of
 from autopar.targets.stages import whole_blocks
 from autopar.targets.target import ConfigError, Export, WrittenFiles
+from autopar.targets.trainers.torchtitan.layouts import refuses
 from autopar.targets.trainers.torchtitan.models import FAMILIES, Family, rope_arguments
 from autopar.words.precision import Precision
 
@@ -43,35 +45,15 @@ def write(export: Export) -> WrittenFiles:
         eps=export.model.config.get("rms_norm_eps", 1e-5), **_model(export, family), training=_call(_training(export)),
         parallelism=_call(_parallelism(export)), recompute=_recompute(export), optimizer=_optimizer(export),
     )  # fmt: skip
-    each = _of_node(export)
-    script = _SCRIPT.format(nodes=export.cluster.n_devices // each, each=each, argv=" ".join(ARGV))
-    files = {f"{MODULE}.py": text, "train.sh": script, "requirements.txt": "torchtitan==0.3.0\nspmd_types==0.2.3\n"}
+    files = {f"{MODULE}.py": text, "requirements.txt": "torchtitan==0.3.0\nspmd_types==0.2.3\n"}
     return WrittenFiles(files, ARGV, FILL_IN, NOTES)
 
 
-def _of_node(export: Export) -> int:
-    nodes = list(export.cluster.node_of)
-    return nodes.count(nodes[0])
-
-
 def _check(export: Export) -> None:
-    """Refuse a plan that its words alone did not show to be none of torchtitan's."""
-    layout, m = export.layout, export.microbatches
-    if layout.zero == 1 and layout.groups == 1 and m > 1:
-        raise ConfigError(
-            f"{layout.text}: {m} microbatches without a pipeline gather parameters {m} times in torchtitan, once under "
-            "zero=1; write fsdp"
-        )
-    if layout.groups > 1 and layout.schedule == "1f1b" and m < layout.groups:
-        raise ConfigError(
-            f"{layout.text}: torch's 1F1B needs as many microbatches as stages, {layout.groups}, the batch makes {m}; "
-            "use a larger batch or a smaller mbs"
-        )
-    if layout.groups > 1 and layout.chunks > 1 and m % max(1, m // layout.groups):
-        raise ConfigError(
-            f"{layout.text}: torch's Interleaved1F1B runs {m} microbatches in {m // layout.groups} rounds, which do "
-            "not divide them; change mbs or the batch"
-        )
+    """Refuse what only the batch, the sequence and the precision show to be none of torchtitan's."""
+    layout = export.layout
+    if reason := refuses(replace(layout, microbatches=export.microbatches), export.model):
+        raise ConfigError(f"{layout.text}: {reason}")
     cp = layout.sizes["cp"]  # trainer.py: seq_len_divisor
     cut = (layout.sizes["tp"] if layout.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
     if export.sequence is not None and export.sequence % cut:
@@ -294,10 +276,3 @@ def plan() -> Trainer.Config:
         compile=CompileConfig(enable=True, components=["model", "loss"]),
     )
 '''
-_SCRIPT = """#!/bin/sh
-# On every node: MASTER=<host of the first node> sh train.sh; further overrides behind it, as torchtitan takes them.
-cd "$(dirname "$0")"
-PYTORCH_ALLOC_CONF="expandable_segments:True" \\
-torchrun --nnodes={nodes} --nproc_per_node={each} --rdzv_backend=c10d --rdzv_endpoint="${{MASTER:-localhost}}:29500" \\
-    {argv} "$@"
-"""
