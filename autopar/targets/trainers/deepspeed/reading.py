@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from autopar.targets.field_lists import field_list
 from autopar.targets.target import Config, ConfigError, Source
 from autopar.targets.trainers.hugging_face.run_facts import ARGUMENTS, RunFacts, facts_beside
 from autopar.targets.trainers.hugging_face.section import AUTO, Section, table_of
@@ -43,12 +41,9 @@ ZERO_UNPRICED = {
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-@cache
 def fields() -> dict[str, Any]:
     """Return the fields of a DeepSpeed config, from its own code (tests/targets/own_code/deepspeed/fields.py)."""
-    text = (files("autopar.targets.trainers.deepspeed") / "fields.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    return field_list(__package__)
 
 
 def reads(source: Source) -> bool:

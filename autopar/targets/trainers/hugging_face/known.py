@@ -5,22 +5,17 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from autopar.targets.field_lists import field_list
 from autopar.targets.target import ModelFacts
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
-@cache
 def known() -> dict[str, Any]:
     """Return the fields of accelerate and of TrainingArguments, and the families that have a tensor parallel plan."""
-    text = (files("autopar.targets.trainers.hugging_face") / "fields.json").read_text(encoding="utf-8")
-    fields: dict[str, Any] = json.loads(text)
-    return fields
+    return field_list(__package__)
 
 
 def is_causal(model: ModelFacts) -> bool:

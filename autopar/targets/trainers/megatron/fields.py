@@ -7,9 +7,9 @@ the multimodal examples, from the tags v1.0 to core_v0.19.0 of Megatron-LM's rep
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from importlib import resources
+
+from autopar.targets.field_lists import field_list
 
 FLAG, ONE, MANY = "flag", "one", "many"
 IGNORED_GROUPS = (
@@ -105,12 +105,9 @@ UNPRICED = {
 UNKNOWN_EFFECT = "the price does not know it"
 
 
-@cache
 def tables() -> dict[str, dict[str, str]]:
     """Return ``options``, each as ``kind/group/dest``, and ``older``, each as its kind."""
-    text = resources.files(__package__).joinpath("fields.json").read_text(encoding="utf-8")
-    found = json.loads(text)
-    return {"options": found["options"], "older": found["older"]}
+    return field_list(__package__)
 
 
 @cache

@@ -7,14 +7,13 @@ conf/training for 1.x, nemo/lightning and nemo/collections/llm of v2.4 for 2.x, 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from autopar.errors import closest
+from autopar.targets.field_lists import field_list
 from autopar.targets.trainers.megatron.fields import FLAG, kinds, options_by_dest
 from autopar.targets.trainers.megatron.options import MegatronOptions
 from autopar.targets.trainers.megatron.shell import unknown
@@ -62,8 +61,8 @@ Fields = Mapping[Any, Any]
 @cache
 def known(kind: str) -> dict[str, frozenset[str]]:
     """Return the fields of every section: of ``nemo1``, ``nemo2`` or ``bridge``."""
-    text = resources.files(__package__).joinpath("nemo_fields.json").read_text(encoding="utf-8")
-    return {section: frozenset(names.split()) for section, names in json.loads(text)[kind].items()}
+    sections = field_list(__package__, "nemo_fields.json")[kind]
+    return {section: frozenset(names.split()) for section, names in sections.items()}
 
 
 def take(options: MegatronOptions, where: str, fields: Fields, names: Iterable[str]) -> None:

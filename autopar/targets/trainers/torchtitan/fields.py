@@ -5,15 +5,13 @@ Made from torchtitan's code by ``tests/targets/own_code/torchtitan/fields.py`` a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
+from autopar.targets.field_lists import field_list
+
 NEWEST = "0.3.0"
-_HERE = Path(__file__).parent
 _MOVED = (
     "data_parallel_shard_degree", "data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree",
     "pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatches",
@@ -73,18 +71,14 @@ class SaidFields:
         return self.values.get(name, self.defaults.get(name, otherwise))
 
 
-@cache
 def releases() -> dict[str, dict[str, Any]]:
     """Return fields and defaults by release."""
-    found: dict[str, dict[str, Any]] = json.loads((_HERE / "fields.json").read_text())
-    return found
+    return field_list(__package__)
 
 
-@cache
 def registry() -> dict[str, Any]:
     """Return torchtitan's own configs and models."""
-    found: dict[str, Any] = json.loads((_HERE / "configs.json").read_text())
-    return found
+    return field_list(__package__, "configs.json")
 
 
 def known(*, old: bool) -> set[str]:
