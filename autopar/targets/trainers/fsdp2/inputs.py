@@ -17,13 +17,18 @@ def named_inputs(export: Export) -> dict[str, Any]:
     return {**{f"arg_{k}": value for k, value in enumerate(export.loaded.args)}, **export.loaded.kwargs}
 
 
+def name_of_input(export: Export, name: str) -> str:
+    """Return what forward calls an input of :func:`named_inputs`."""
+    positional = [p.name for p in inspect.signature(export.loaded.model.forward).parameters.values()]
+    return positional[int(name.removeprefix("arg_"))] if name.startswith("arg_") else name
+
+
 def inputs_with_rows(export: Export) -> list[str]:
     """Return the names of the inputs that have the rows of the batch, which must be their first dim."""
     with_rows = names_with_rows(export.priced.captured.graph, export.rows // export.microbatches)
-    positional = [p.name for p in inspect.signature(export.loaded.model.forward).parameters.values()]
     found = []
     for name, value in named_inputs(export).items():
-        known = positional[int(name.removeprefix("arg_"))] if name.startswith("arg_") else name
+        known = name_of_input(export, name)
         if not any(n == known or n.startswith((f"{known}.", f"{known}[", f"{known}_")) for n in with_rows):
             continue
         if not isinstance(value, torch.Tensor) or value.shape[:1] != (export.rows,):
