@@ -20,9 +20,9 @@ from autopar.planner.microbatch_graphs import part_of
 from autopar.targets.target import Export
 from autopar.targets.trainers.fsdp2.inputs import inputs_with_rows as names_with_rows
 from autopar.targets.trainers.fsdp2.inputs import named_inputs, name_of_input
-from autopar.words.graph import NORMS, Graph
+from autopar.words.graph import Graph
 
-BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+BATCH_NORMS: tuple[type, ...] = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 MOST_SKIPPED = 4
 """Places of a row up to which the first labels may be left out, as causal models leave out the first one."""
 
@@ -54,7 +54,7 @@ def loss_of_batch(export: Export) -> dict[str, Any]:
 
 def _found(export: Export) -> dict[str, Any]:
     whole = export.captured
-    check_buffers(whole.graph, inputs_with_rows(whole.graph, export.rows, numbers_in(whole)))
+    check_buffers(export.loaded.model, whole.graph, inputs_with_rows(whole.graph, export.rows, numbers_in(whole)))
     few = next(n for n in range(2, export.rows + 1) if export.rows % n == 0)
     part = part_of(export.loaded.model, whole, (export.loaded.args, export.loaded.kwargs), few)
     assert part.example is not None and part.example.in_parts is not None
@@ -80,12 +80,15 @@ def check_rows(export: Export, found: FollowedRows) -> None:
         raise PlanError(f"{trouble.where} puts rows of the batch together")
 
 
-def check_buffers(graph: Graph, found: FollowedRows) -> None:
+def check_buffers(model: torch.nn.Module, graph: Graph, found: FollowedRows) -> None:
     """Refuse buffers that the model writes from the rows of the batch, except statistics of batch norms."""
-    norms = {ref.node for name, ref in graph.updates.items() if graph.nodes[ref.node].target in NORMS}
     for name, ref in graph.updates.items():
         flow = found.flows.get(ref)
-        if flow is not None and flow.inputs and ref.node not in norms and name not in graph.statistics:
+        if flow is None or not flow.inputs:
+            continue
+        path, _, own = name.rpartition(".")
+        holder = dict(model.named_modules()).get(path)
+        if holder is not None and own in dict(holder.named_buffers()) and not isinstance(holder, BATCH_NORMS):
             raise PlanError(f"buffer '{name}' is written with values of the rows, of which each part has others")
 
 

@@ -10,6 +10,7 @@ import torch
 from autopar.errors import PlanError
 from autopar.planner.layouts.pricing import names_with_rows
 from autopar.targets.target import Export
+from autopar.torch_private import pytree
 
 
 def named_inputs(export: Export) -> dict[str, Any]:
@@ -68,6 +69,6 @@ def caller(position: int) -> Any:
         args = [inputs[name] for name in inputs if name.startswith("arg_")]
         output = model(*args, **{name: value for name, value in inputs.items() if not name.startswith("arg_")})
         loss = getattr(output, "loss", output)
-        return loss if isinstance(loss, torch.Tensor) else output[position]
+        return loss if isinstance(loss, torch.Tensor) else pytree.tree_leaves(output)[position]
 
     return call

@@ -40,6 +40,7 @@ class ParallelTraining:
     Attributes:
         model: what this rank has of it; its parameters are what an optimizer steps on.
         rank: the number of this process.
+        draws: tells processes apart that draw random numbers of their own; those of ``tensor`` draw the same.
         part: which of the parts into which data ranks cut the rows of a microbatch is this process's.
         mesh: the mesh of all processes, pipeline outermost and tensor innermost; None on one device.
     """
@@ -62,7 +63,7 @@ class ParallelTraining:
         self.mesh: DeviceMesh | None = None
         self.schedule: Any = None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.part = 0
+        self.part = self.draws = 0
         world, wanted = int(os.environ.get("WORLD_SIZE", "1")), functools.reduce(int.__mul__, MESH.values())
         if world == 1:
             self.model = model.to(device)
@@ -78,6 +79,7 @@ class ParallelTraining:
             raise SystemExit(f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}")
         self.mesh = init_device_mesh(device.type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
         self.part = self.mesh.get_local_rank("replicate") * MESH["shard"] + self.mesh.get_local_rank("shard")
+        self.draws = self.part + self.data_ranks * self.mesh.get_local_rank("pipeline")
         stages = [model]
         if PIPELINE:
             stages = self._stages(model, example, mixed)
