@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.batch_factor import LABELLED, PER_ROW, FollowedRows, inputs_with_rows
+from autopar.capture.batch_factor import LABELLED, FollowedRows, inputs_with_rows
 from autopar.capture.batch_totals import Ahead, Totals
 from autopar.capture.in_parts import numbers_in
 from autopar.errors import CaptureError, PlanError
@@ -19,7 +19,7 @@ from autopar.planner.intra_op.one_device import one_device
 from autopar.planner.microbatch_graphs import part_of
 from autopar.targets.target import Export
 from autopar.targets.trainers.fsdp2.inputs import inputs_with_rows as names_with_rows
-from autopar.targets.trainers.fsdp2.inputs import named_inputs, name_of_input
+from autopar.targets.trainers.fsdp2.inputs import name_of_input
 from autopar.words.graph import Graph
 
 BATCH_NORMS: tuple[type, ...] = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -93,8 +93,10 @@ def check_buffers(model: torch.nn.Module, graph: Graph, found: FollowedRows) -> 
 
 
 def labels_of(export: Export, totals: Totals, each: Ahead) -> dict[str, Any]:
-    """Return which input has the labels of a cross entropy, how many first places of a row are skipped, and which
-    label is ignored."""
+    """Return where the labels of a cross entropy are.
+
+    That is their input, how many first places of a row are skipped, and which label is ignored.
+    """
     what = each.name.partition(".")[2]
     if each.how != "scale":
         raise PlanError(f"it reads {what}, a {'sum' if each.how == 'parts' else each.how} over rows of the batch")
