@@ -61,13 +61,13 @@ def _found(export: Export) -> dict[str, Any]:
     check_rows(export, part.example.in_parts.found)
     totals: Totals | None = part.totals
     if totals is None:
-        return {}
+        return {"means": []}
     table: dict[str, Any] = {"sum": True} if totals.loss_is_sum else {}
     means = [labels_of(export, totals, each) for each in totals.ahead]
     calls = [node for _, node in whole.graph.of_kind("op") if node.target in LABELLED]
     if means and len(calls) != len(means):
         raise PlanError(f"{len(means)} of its {len(calls)} cross entropies are means over labels of the inputs")
-    return {**table, "means": means} if means else table
+    return {**table, "means": means}
 
 
 def check_rows(export: Export, found: FollowedRows) -> None:

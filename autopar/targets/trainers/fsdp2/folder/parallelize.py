@@ -76,7 +76,10 @@ class ParallelTraining:
                 )
             return
         if world != wanted:
-            raise SystemExit(f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}")
+            raise SystemExit(
+                f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}: start {wanted}, or export "
+                f"a plan for {world} devices"
+            )
         self.mesh = init_device_mesh(device.type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
         self.part = self.mesh.get_local_rank("replicate") * MESH["shard"] + self.mesh.get_local_rank("shard")
         self.draws = self.part + self.data_ranks * self.mesh.get_local_rank("pipeline")
@@ -183,6 +186,11 @@ class LossOfBatch(TorchFunctionMode):
 
     def start(self, batch: dict[str, Any], parts: int) -> None:
         """Take the batch of a step, and how many parts it is cut into."""
+        if parts > 1 and "means" not in BATCH:
+            raise SystemExit(
+                f"BATCH in parallelize.py was written for a batch in one part, and {parts} are wanted, whose losses "
+                f"may not add up: export the plan again with dp x m = {parts}"
+            )
         self.parts, self.labels = parts, []
         for mean in BATCH.get("means", ()) if parts > 1 else ():
             labels = batch[mean["labels"]]
