@@ -19,7 +19,7 @@ from autopar.planner.intra_op.one_device import one_device
 from autopar.planner.microbatch_graphs import part_of
 from autopar.targets.target import Export
 from autopar.targets.trainers.fsdp2.inputs import inputs_with_rows as names_with_rows
-from autopar.targets.trainers.fsdp2.inputs import name_of_input
+from autopar.targets.trainers.fsdp2.inputs import names_in_graph
 from autopar.words.graph import Graph
 
 BATCH_NORMS: tuple[type, ...] = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -141,7 +141,7 @@ def _has_labels(export: Export, name: str, skip: int, ignored: int, sample: Samp
     """Check whether labels that count are those of an input without its first places."""
     labels, _, inputs = sample
     for slot, value in inputs.items():
-        if name_of_input(export, name) == slot and not value.is_floating_point() and (value.dim() > 1 or not skip):
+        if slot in names_in_graph(export, name) and not value.is_floating_point() and (value.dim() > 1 or not skip):
             value = value[..., skip:] if value.dim() > 1 else value
             mine, theirs = (x[x != ignored].flatten().sort().values for x in (value, labels))
             return mine.shape == theirs.shape and bool(torch.equal(mine.long(), theirs.long()))

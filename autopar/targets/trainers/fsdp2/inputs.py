@@ -18,10 +18,13 @@ def named_inputs(export: Export) -> dict[str, Any]:
     return {**{f"arg_{k}": value for k, value in enumerate(export.loaded.args)}, **export.loaded.kwargs}
 
 
-def name_of_input(export: Export, name: str) -> str:
-    """Return what forward calls an input of :func:`named_inputs`."""
+def names_in_graph(export: Export, name: str) -> tuple[str, ...]:
+    """Return what a graph may call an input of :func:`named_inputs`: as forward does, or by its position."""
+    if not name.startswith("arg_"):
+        return (name,)
+    number = int(name.removeprefix("arg_"))
     positional = [p.name for p in inspect.signature(export.loaded.model.forward).parameters.values()]
-    return positional[int(name.removeprefix("arg_"))] if name.startswith("arg_") else name
+    return (f"args_{number}", *positional[number : number + 1])
 
 
 def inputs_with_rows(export: Export) -> list[str]:
@@ -29,13 +32,14 @@ def inputs_with_rows(export: Export) -> list[str]:
     with_rows = names_with_rows(export.priced.captured.graph, export.rows // export.microbatches)
     found = []
     for name, value in named_inputs(export).items():
-        known = name_of_input(export, name)
-        if not any(n == known or n.startswith((f"{known}.", f"{known}[", f"{known}_")) for n in with_rows):
+        known = names_in_graph(export, name)
+        starts = tuple(f"{n}{end}" for n in known for end in ".[_")
+        if not any(n in known or n.startswith(starts) for n in with_rows):
             continue
         if not isinstance(value, torch.Tensor) or value.shape[:1] != (export.rows,):
             raise PlanError(
-                f"fsdp2: input '{known}' has the {export.rows} rows of the batch in another dim than its first; give "
-                "the model inputs with rows first"
+                f"fsdp2: input '{known[-1]}' has the {export.rows} rows of the batch in another dim than its first; "
+                "give the model inputs with rows first"
             )
         found.append(name)
     if not found:

@@ -77,8 +77,8 @@ class ParallelTraining:
             return
         if world != wanted:
             raise SystemExit(
-                f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}: start {wanted}, or export "
-                f"a plan for {world} devices"
+                f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}: start {wanted}, or "
+                f"export a plan for {world} devices"
             )
         self.mesh = init_device_mesh(device.type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
         self.part = self.mesh.get_local_rank("replicate") * MESH["shard"] + self.mesh.get_local_rank("shard")
