@@ -134,7 +134,7 @@ class Exporter:
         plan = replace(found.plan, pins=replace(found.plan.pins, target=self.target.name))
         found = replace(found, pinned=replace(found.pinned, plan=plan))
         export = Export(
-            found, self.loaded, found.captured, self.model, self.hardware, self.where, self.rows, self.sequence,
+            found, self.loaded, self.captured, self.model, self.hardware, self.where, self.rows, self.sequence,
             precision, plan.optimizer,
         )  # fmt: skip
         return export, self.target.write(export)
