@@ -132,7 +132,7 @@ class Exporter:
         """Return what a layout is written from, and its files."""
         found = remembering(self.target.name, found)
         export = Export(
-            found, self.loaded, found.captured, self.model, self.hardware, self.where, self.rows, self.sequence,
+            found, self.loaded, self.captured, self.model, self.hardware, self.where, self.rows, self.sequence,
             found.plan.pins.precision, found.plan.optimizer,
         )  # fmt: skip
         return export, self.target.write(export)

@@ -64,7 +64,7 @@ class Export:
     Attributes:
         priced: the plan of the layout, priced as this trainer runs it; ``priced.plan`` has stages, parameters, seconds.
         loaded: the model on the meta device, its example batch (that of a step) and its spec.
-        captured: the capture of a microbatch.
+        captured: the capture of the batch of a step; ``priced.captured`` is that of a microbatch.
         cluster: where it runs; ``cluster_name`` is its name.
         rows: rows of a step's batch over all ranks.
         sequence: places of a row; None where inputs are no sequences.

@@ -68,6 +68,38 @@ class Skipping(GPT):
         return F.cross_entropy(self.head(self.norm(x + first)).flatten(0, 1), labels.flatten())
 
 
+class Spread(GPT):
+    """A GPT whose loss has the spread of its rows, which a part of the batch has otherwise."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids, labels) + self.tokens(ids).mean(1).std(0).mean()
+
+
+class Averaging(GPT):
+    """A GPT that keeps a mean of what it embeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(self.tokens(ids).mean((0, 1)), alpha=0.1)
+        return super().forward(ids, labels)
+
+
+class InADict(GPT):
+    """A GPT whose labels are one place off, and whose loss comes in a dict behind another output."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"logits": logits, "loss": loss + 0.01 * x.square().mean()}
+
+
 def inputs() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (ROWS, PLACES), generator=generator)
@@ -91,3 +123,26 @@ def make_whole_heads() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     for block in model.blocks:
         block.attention.__class__ = WholeHeads
     return model, inputs()
+
+
+def make_spread() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Spread(), inputs()
+
+
+def make_averaging() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Averaging(), inputs()
+
+
+def make_ignoring() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Labels that do not count, unevenly many in rows and all in one; a term of the loss that is no mean of them."""
+    given = inputs()
+    for row in range(ROWS):
+        given["labels"][row, : 1 + 2 * row] = -100
+    given["labels"][0] = -100
+    return InADict(), given
+
+
+def make_other_weights() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Weights that every process draws for itself."""
+    torch.manual_seed(torch.seed())
+    return GPT(), inputs()

@@ -126,6 +126,8 @@ def test_files_import_nothing_of_autopar(tmp_path: Path) -> None:
     ("make_whole_heads", "tp=2", "its numbers are those of the whole tensor"),
     ("make_skipping", "pp=2,m=4", "reads a tensor [2, 16, 32] of an earlier stage"),
     ("make", "pp=2,vp=3,m=4", "which is in no block of its own"),
+    ("make_spread", "dp=2,m=1", "puts rows of the batch together"),
+    ("make_averaging", "dp=2,m=1", "buffer 'mean' is written with values of the rows"),
 ])  # fmt: skip
 def test_code_that_would_be_wrong_is_refused(make: str, words: str, message: str) -> None:
     with pytest.raises(PlanError, match="fsdp2: ") as raised:
@@ -166,6 +168,18 @@ def test_two_ranks_train_as_one_device(tmp_path: Path) -> None:
     for k, words in enumerate(("dp=2,zero=1,m=4", "pp=2,m=4")):
         ours = losses(written(export_of("make_tied", words, 2), tmp_path / str(k)), 2)
         assert max(abs(a - b) for a, b in zip(alone, ours, strict=True)) < 1e-10, words
+
+
+def test_means_are_over_the_labels_of_the_whole_batch(tmp_path: Path) -> None:
+    alone = losses(written(export_of("make_ignoring", "tp=2", 2), tmp_path / "a"), 1)
+    ours = losses(written(export_of("make_ignoring", "dp=2,fsdp,m=4", 2), tmp_path / "b"), 2)
+    assert max(abs(a - b) for a, b in zip(alone, ours, strict=True)) < 1e-10
+
+
+@pytest.mark.slow
+def test_weights_that_ranks_draw_differently_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="draws other numbers in every process"):
+        losses(written(export_of("make_other_weights", "dp=2,m=1", 2), tmp_path), 2)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
 :mod:`.sayable`       the words of a layout that plain torch can say, and which it refuses for a model
 :mod:`.decisions`     from a plan to tables: what is sharded, checkpointed, cut, and where stages begin
 :mod:`.inputs`        the inputs of a model by name, and a rank's microbatch of them
+:mod:`.batch_loss`    whether losses of parts of a batch add up to its loss
 :mod:`.patterns`      patterns of module paths
 :mod:`.staging`       stages as blocks of the model, tried on shapes
 :mod:`.recording`     what a call on shapes shows of a model's modules

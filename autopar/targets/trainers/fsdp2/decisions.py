@@ -13,6 +13,7 @@ from autopar.errors import PlanError
 from autopar.frontends import split_spec
 from autopar.planner.layouts.stage_starts import blocks_of
 from autopar.targets.target import Export
+from autopar.targets.trainers.fsdp2.batch_loss import loss_of_batch
 from autopar.targets.trainers.fsdp2.inputs import inputs_with_rows, loss_position, named_inputs
 from autopar.targets.trainers.fsdp2.patterns import compressed
 from autopar.targets.trainers.fsdp2.staging import pipeline_of
@@ -35,7 +36,7 @@ def parallel_tables(export: Export) -> dict[str, Any]:
         "MESH": mesh_of(export),
         "BATCH": {
             "rows": export.rows, "sequence": export.sequence, "microbatches": export.microbatches,
-            "inputs": inputs_with_rows(export),
+            "inputs": inputs_with_rows(export), **loss_of_batch(export),
         },
         "FULLY_SHARD": {"modules": blocks, "zero": layout.zero},
         "CHECKPOINT": checkpointed(export),

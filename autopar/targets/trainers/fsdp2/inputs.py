@@ -10,6 +10,7 @@ import torch
 from autopar.errors import PlanError
 from autopar.planner.layouts.pricing import names_with_rows
 from autopar.targets.target import Export
+from autopar.torch_private import pytree
 
 
 def named_inputs(export: Export) -> dict[str, Any]:
@@ -17,19 +18,28 @@ def named_inputs(export: Export) -> dict[str, Any]:
     return {**{f"arg_{k}": value for k, value in enumerate(export.loaded.args)}, **export.loaded.kwargs}
 
 
+def names_in_graph(export: Export, name: str) -> tuple[str, ...]:
+    """Return what a graph may call an input of :func:`named_inputs`: as forward does, or by its position."""
+    if not name.startswith("arg_"):
+        return (name,)
+    number = int(name.removeprefix("arg_"))
+    positional = [p.name for p in inspect.signature(export.loaded.model.forward).parameters.values()]
+    return (f"args_{number}", *positional[number : number + 1])
+
+
 def inputs_with_rows(export: Export) -> list[str]:
     """Return the names of the inputs that have the rows of the batch, which must be their first dim."""
     with_rows = names_with_rows(export.priced.captured.graph, export.rows // export.microbatches)
-    positional = [p.name for p in inspect.signature(export.loaded.model.forward).parameters.values()]
     found = []
     for name, value in named_inputs(export).items():
-        known = positional[int(name.removeprefix("arg_"))] if name.startswith("arg_") else name
-        if not any(n == known or n.startswith((f"{known}.", f"{known}[", f"{known}_")) for n in with_rows):
+        known = names_in_graph(export, name)
+        starts = tuple(f"{n}{end}" for n in known for end in ".[_")
+        if not any(n in known or n.startswith(starts) for n in with_rows):
             continue
         if not isinstance(value, torch.Tensor) or value.shape[:1] != (export.rows,):
             raise PlanError(
-                f"fsdp2: input '{known}' has the {export.rows} rows of the batch in another dim than its first; give "
-                "the model inputs with rows first"
+                f"fsdp2: input '{known[-1]}' has the {export.rows} rows of the batch in another dim than its first; "
+                "give the model inputs with rows first"
             )
         found.append(name)
     if not found:
@@ -63,6 +73,6 @@ def caller(position: int) -> Any:
         args = [inputs[name] for name in inputs if name.startswith("arg_")]
         output = model(*args, **{name: value for name, value in inputs.items() if not name.startswith("arg_")})
         loss = getattr(output, "loss", output)
-        return loss if isinstance(loss, torch.Tensor) else output[position]
+        return loss if isinstance(loss, torch.Tensor) else pytree.tree_leaves(output)[position]
 
     return call

@@ -12,7 +12,7 @@ from autopar.targets.trainers.fsdp2.sayable import SCHEDULES
 
 TABLES: dict[str, set[str] | None] = {
     "MESH": {"pipeline", "replicate", "shard", "tensor"},
-    "BATCH": {"rows", "sequence", "microbatches", "inputs"},
+    "BATCH": {"rows", "sequence", "microbatches", "inputs", "sum", "means"},
     "FULLY_SHARD": {"modules", "zero"},
     "CHECKPOINT": None,
     "PRECISION": {"parameters", "compute", "reduce"},

@@ -61,6 +61,8 @@ class Recorded(TorchFunctionMode):
 
     def _leaving(self, path: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+            if path in self.blocks and path in self.outputs and not self.problem:
+                self.problem = f"it calls {path} more than once"
             self.outputs.setdefault(path, output)
             self.depth -= path in self.blocks
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.frontends import split_spec
+from autopar.rules.registry import drawing
 from autopar.targets.target import Export, WrittenFiles
 from autopar.targets.trainers.fsdp2.decisions import model_tables, parallel_tables
 
@@ -81,4 +82,6 @@ def notes_of(export: Export) -> list[str]:
     notes = ["every rank builds the whole model on its processor before it is cut; give large models a checkpoint"]
     if export.model.batch_norms:
         notes.append("batch norms take the statistics of a microbatch over all data ranks")
+    if drawing(export.captured.graph) and (export.microbatches > 1 or export.layout.n_devices > 1):
+        notes.append("it draws random numbers (dropout), others than on one device: losses agree on average alone")
     return notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 # --- decisions ---
@@ -38,6 +40,7 @@ class ParallelTraining:
     Attributes:
         model: what this rank has of it; its parameters are what an optimizer steps on.
         rank: the number of this process.
+        draws: tells processes apart that draw random numbers of their own; those of ``tensor`` draw the same.
         part: which of the parts into which data ranks cut the rows of a microbatch is this process's.
         mesh: the mesh of all processes, pipeline outermost and tensor innermost; None on one device.
     """
@@ -55,11 +58,12 @@ class ParallelTraining:
             mixed: follow PRECISION; else parameters keep their formats.
         """
         self.device = device
-        self.call: Call = lambda whole, inputs: plain(call(whole, inputs))
+        self.given_call = call
+        self.batch_loss = LossOfBatch()
         self.mesh: DeviceMesh | None = None
         self.schedule: Any = None
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.part = 0
+        self.part = self.draws = 0
         world, wanted = int(os.environ.get("WORLD_SIZE", "1")), functools.reduce(int.__mul__, MESH.values())
         if world == 1:
             self.model = model.to(device)
@@ -72,9 +76,13 @@ class ParallelTraining:
                 )
             return
         if world != wanted:
-            raise SystemExit(f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}")
+            raise SystemExit(
+                f"MESH in parallelize.py is for {wanted} processes, torchrun started {world}: start {wanted}, or "
+                f"export a plan for {world} devices"
+            )
         self.mesh = init_device_mesh(device.type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
         self.part = self.mesh.get_local_rank("replicate") * MESH["shard"] + self.mesh.get_local_rank("shard")
+        self.draws = self.part + self.data_ranks * self.mesh.get_local_rank("pipeline")
         stages = [model]
         if PIPELINE:
             stages = self._stages(model, example, mixed)
@@ -85,6 +93,12 @@ class ParallelTraining:
             from pipeline import StageSchedule
 
             self.schedule = StageSchedule(stages, self.mesh, device, BATCH["microbatches"], PIPELINE)
+
+    def call(self, whole: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return the share of one part's loss in that of the batch, times the number of parts."""
+        with self.batch_loss:
+            loss = self.given_call(whole, inputs)
+        return plain(loss) * (self.batch_loss.parts if BATCH.get("sum") else 1)
 
     @property
     def data_ranks(self) -> int:
@@ -127,9 +141,10 @@ class ParallelTraining:
         """Run a step's microbatches forward and backward, and return the loss of the whole batch.
 
         Every microbatch and every rank has equally many rows, so that the mean of their losses, and of their
-        gradients, is that of the whole batch.
+        gradients, is that of the whole batch; for means over labels see :class:`LossOfBatch`.
         """
         count = BATCH["microbatches"]
+        self.batch_loss.start(batch, count * (self.data_ranks if self.mesh is not None else 1))
         parts = [moved(microbatch(batch, k, self.part), self.device) for k in range(count)]
         total = torch.zeros((), device=self.device)
         if self.schedule is not None:
@@ -154,6 +169,61 @@ class ParallelTraining:
         loss = loss.to(torch.float64)
         dist.all_reduce(loss)
         return loss / (self.data_ranks * MESH["tensor"])
+
+
+class LossOfBatch(TorchFunctionMode):
+    """Cross entropies in this scope divide by the labels that count in the batch, not in one part of it.
+
+    BATCH has, in the order in which the model calls them, ``means``: the input with the ``labels``, how many first
+    places of a row to ``skip``, and which label is ``ignored``. With ``sum``, the loss is a sum over rows, no mean.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = 1
+        self.labels: list[torch.Tensor] = []
+        self.called = 0
+
+    def start(self, batch: dict[str, Any], parts: int) -> None:
+        """Take the batch of a step, and how many parts it is cut into."""
+        if parts > 1 and "means" not in BATCH:
+            raise SystemExit(
+                f"BATCH in parallelize.py was written for a batch in one part, and {parts} are wanted, whose losses "
+                f"may not add up: export the plan again with dp x m = {parts}"
+            )
+        self.parts, self.labels = parts, []
+        for mean in BATCH.get("means", ()) if parts > 1 else ():
+            labels = batch[mean["labels"]]
+            labels = labels[..., mean["skip"] :] if labels.dim() > 1 else labels
+            self.labels.append(labels[labels != mean["ignored"]])
+
+    def __enter__(self) -> Any:
+        self.called = 0
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        if kind is None and self.called != len(self.labels):
+            raise RuntimeError(
+                f"BATCH['means'] has {len(self.labels)} cross entropies, the model called {self.called}; export again"
+            )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch; a mean over labels as a sum over the number of them in the batch."""
+        kwargs = kwargs or {}
+        if not self.labels or func not in (nn.functional.cross_entropy, nn.functional.nll_loss):
+            return func(*args, **kwargs)
+        given = inspect.signature(func).bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["reduction"] != "mean" or given.arguments["target"].is_floating_point():
+            return func(*args, **kwargs)
+        given.arguments["reduction"] = "sum"
+        weight, labels = given.arguments["weight"], self.labels[min(self.called, len(self.labels) - 1)]
+        self.called += 1
+        total: Any = labels.numel()
+        if weight is not None:
+            total = weight[labels.to(weight.device)].sum()
+        return func(*given.args, **given.kwargs) * self.parts / total
 
 
 def microbatch(batch: dict[str, Any], number: int, part: int) -> dict[str, Any]:

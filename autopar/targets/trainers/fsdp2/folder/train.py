@@ -90,7 +90,15 @@ def call(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     args = [inputs[name] for name in inputs if name.startswith("arg_")]
     output = model(*args, **{name: value for name, value in inputs.items() if not name.startswith("arg_")})
     loss = getattr(output, "loss", output)
-    return loss if isinstance(loss, torch.Tensor) else output[MODEL["loss"]]
+    return loss if isinstance(loss, torch.Tensor) else leaves(output)[MODEL["loss"]]
+
+
+def leaves(output: Any) -> list[Any]:
+    """Return what is in nested tuples, lists and dicts, in order."""
+    if isinstance(output, (tuple, list, dict)):
+        values = output.values() if isinstance(output, dict) else output
+        return [leaf for value in values for leaf in leaves(value)]
+    return [output]
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -102,6 +110,25 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     options = {name: value for name, value in OPTIMIZER.items() if name != "name"}
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     return kinds[OPTIMIZER["name"]]([{"params": group} for group in groups.values()], **options)
+
+
+def check_same(model: torch.nn.Module, example: dict[str, Any]) -> None:
+    """Refuse weights or inputs that processes have drawn differently: each takes its part of them.
+
+    Raises:
+        SystemExit: it says which differ first.
+    """
+    tensors = {**example, **dict(model.named_parameters()), **dict(model.named_buffers())}
+    sums = {name: t.double().sum().item() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, {name: repr(value) for name, value in sums.items()})
+    for rank, other in enumerate(every):
+        name = next((name for name in every[0] if other.get(name) != every[0][name]), None)
+        if name is not None:
+            raise SystemExit(
+                f"'{name}' adds up to {every[0][name]} on rank 0 and to {other.get(name)} on rank {rank}: the function "
+                "that makes the model draws other numbers in every process; call torch.manual_seed(0) in it, first"
+            )
 
 
 def arguments() -> argparse.Namespace:
@@ -133,8 +160,10 @@ def main() -> None:
     if args.dtype:
         dtype = getattr(torch, args.dtype)
         example = {k: v.to(dtype) if torch.is_floating_point(v) else v for k, v in example.items()}
+    if world > 1:
+        check_same(model, example)
     trainer = parallelize.ParallelTraining(model, call, example, device, mixed=not args.dtype)
-    torch.manual_seed(args.seed + 1 + trainer.part)  # data ranks draw masks of dropout of their own
+    torch.manual_seed(args.seed + 1 + trainer.draws)  # data ranks and stages draw masks of dropout of their own
     optimizer = optimizer_of(trainer.model)
     losses = []
     for step, batch in zip(range(args.steps), batches(example), strict=False):
