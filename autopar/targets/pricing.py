@@ -81,6 +81,12 @@ def layout_words(config: Config, n_devices: int, rows: int, name: str) -> str:
             raise ConfigError(f"{name}: {said} do not divide the cluster's {n_devices} devices; change one of them")
         words["dp"] = str(n_devices // each)
     dp = int(words["dp"] or 1)
+    if dp * each != n_devices:
+        said = " x ".join(f"{word}={size}" for word, size in {"dp": dp, **sizes}.items() if word == "dp" or size > 1)
+        raise ConfigError(
+            f"{name}: its sizes, or its batch over microbatches and their rows, make {said}, {dp * each} devices; the "
+            f"cluster has {n_devices}; change one of them"
+        )
     if "mbs" in words:  # with the batch, it says how many microbatches there are
         words |= {"m": None, "gas": None}
     if "mbs" not in words and "m" not in words:

@@ -19,6 +19,7 @@ from targets.hugging_face_exports import (
 from autopar.errors import AutoparError
 from autopar.planner.layouts.layout_words import parse_layout
 from autopar.targets import target_named
+from autopar.targets.pricing import read_config
 
 TARGET = target_named("accelerate")
 
@@ -192,3 +193,13 @@ deepspeed_config:
     (tmp_path / "ds.json").write_text(json.dumps(own))
     config = read_text(tmp_path, "accelerate.yaml", file, "accelerate")
     assert config.words == {"dp": "8", "mbs": "2", "zero": "1"} and config.batch == 32
+
+
+def test_a_recipe_of_another_trainer_is_no_table_of_training_arguments(tmp_path):
+    recipe = "output_dir: x\nlearning_rate: 0.1\ntokenizer: {path: y}\ndataset: z\nmodel: w\n"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    with pytest.raises(AutoparError, match=r"recipe.yaml is of no trainer that is known"):
+        read_config(tmp_path / "recipe.yaml", None)
+    (tmp_path / "arguments.yaml").write_text("output_dir: x\nper_device_train_batch_sise: 2\nlearning_rate: 0.1\n")
+    with pytest.raises(AutoparError, match="did you mean 'per_device_train_batch_size'"):
+        read_config(tmp_path / "arguments.yaml", None)

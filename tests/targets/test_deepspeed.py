@@ -9,6 +9,7 @@ from targets.hugging_face_exports import assert_same, captured_of, export_of, re
 from autopar.errors import AutoparError
 from autopar.planner.layouts.layout_words import parse_layout
 from autopar.targets import target_named
+from autopar.targets.pricing import layout_words
 
 TARGET = target_named("deepspeed")
 
@@ -143,3 +144,10 @@ def test_the_third_size_of_a_batch_follows_from_two(tmp_path):
     assert words(train_batch_size=32, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4, **tensor) == (
         16, {"tp": "2", "dp": "2", "mbs": "2", "zero": "1"}
     )  # fmt: skip
+
+
+def test_a_batch_that_needs_other_devices_than_the_cluster_has_is_one_error(tmp_path):
+    text = {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    config = read_text(tmp_path, "ds_config.json", {**text, "zero_optimization": {"stage": 3}}, "deepspeed")
+    with pytest.raises(AutoparError, match=r"ds_config.json: .* make dp=128, 128 devices; the cluster has 32"):
+        layout_words(config, 32, 512, "ds_config.json")

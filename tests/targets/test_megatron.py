@@ -268,6 +268,8 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     ("--tensor-model-parallel-size $2", "is '$2', and nothing in the file sets $2"),
     ("--tensor-model-parallel-size two", "is 'two'; give a whole number"),
     ("--pipeline-model-parallel-size 5", "32 layers do not divide over pp=5"),
+    ("--use-torch-fsdp2 --pipeline-model-parallel-size 2", "is 2, --use-torch-fsdp2 works with 1 alone"),
+    ("--use-torch-fsdp2 --use-distributed-optimizer", "does not work with --use-torch-fsdp2"),
     ("--global-batch-size 30", "30 is no multiple of micro batch 1 x dp=4"),
     ("--tensor-model-parallel-size 32", "does not divide the 16 devices"),
     ("--recompute-granularity some", "is 'some'; use full or selective"),

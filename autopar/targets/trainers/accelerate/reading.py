@@ -36,10 +36,16 @@ def reads(source: Source) -> bool:
     """Return whether a file is accelerate's yaml or a table of TrainingArguments."""
     with suppress(ConfigError):
         table = table_of(source)
-        return "distributed_type" in table or bool(
-            {"output_dir", "per_device_train_batch_size", "per_gpu_train_batch_size"} & set(table)
-        )
+        return "distributed_type" in table or _is_arguments(table)
     return False
+
+
+def _is_arguments(table: Mapping[str, Any]) -> bool:
+    """Return whether most fields are TrainingArguments: recipes of other trainers (torchtune, axolotl) share a few."""
+    if not {"output_dir", "per_device_train_batch_size", "per_gpu_train_batch_size"} & set(table):
+        return False
+    fields = known()["training_arguments"]["fields"]
+    return 2 * sum(name in fields for name in table) >= len(table)
 
 
 def read(source: Source) -> Config:

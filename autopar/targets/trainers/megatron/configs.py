@@ -190,6 +190,12 @@ def _storage_words(options: MegatronOptions) -> dict[str, str]:
     for name in ("--overlap-grad-reduce", "--overlap-param-gather", "--no-gradient-accumulation-fusion"):
         options.has(name)
     if options.has("--use-torch-fsdp2"):
+        for name in ("--pipeline-model-parallel-size", "--expert-model-parallel-size"):
+            if (size := options.number(name, 1) or 1) > 1:  # validate_args of Megatron refuses them, too
+                raise options.error(name, f"is {size}, --use-torch-fsdp2 works with 1 alone; leave one of them out")
+        if options.has("--use-distributed-optimizer"):
+            raise options.error("--use-distributed-optimizer", "does not work with --use-torch-fsdp2, which keeps "
+                                "shards itself; leave one of them out")  # fmt: skip
         return {"fsdp": ""}
     strategy = options.text("--data-parallel-sharding-strategy", "optim_grads_params")
     if options.has("--use-megatron-fsdp") or options.has("--use-custom-fsdp"):
