@@ -241,3 +241,12 @@ def mine():
     with pytest.raises(ConfigError, match=r"training.seq_len: is 2 \*\* count\(\)"):
         read("mine.py", text.format(mark=mark, places="2 ** count()"))
     assert not mark.exists()
+
+
+def test_a_model_of_other_sizes_than_it_says_is_refused() -> None:
+    text = (
+        "MODEL = {'num_hidden_layers': 40}\n\n\ndef model():\n    return layers(n_layers=39)\n\n\n"
+        "def plan():\n    return Config(training=TrainingConfig(steps=1), parallelism=ParallelismConfig())\n"
+    )
+    with pytest.raises(ConfigError, match=r"is 40, and the model is built with n_layers=39"):
+        read(Source(Path("torchtitan_plan.py"), text))

@@ -220,7 +220,11 @@ def fsdp_words(fsdp: Section, facts: RunFacts, shards: int) -> tuple[dict[str, s
         unpriced.append(f"gradients of {m} microbatches are kept whole until the step ends (no sync_each_batch); "
                         "priced as summed in every microbatch: memory is a lower bound by their size, seconds an upper "
                         "one")  # fmt: skip
-    if inner.flag("activation_checkpointing"):
+    again = inner.flag("activation_checkpointing")
+    if again is False and facts.exported and facts.recompute == "full":
+        raise fsdp.error("fsdp_activation_checkpointing", "is false, and run.json says recompute full: train.py would "
+                         "not recompute; change both")  # fmt: skip
+    if again:
         words["recompute"] = "full"
     _, others = inner.rest(FSDP_HARMLESS)
     return words, [*unpriced, *(f"{name}: the price does not know it" for name in others)]

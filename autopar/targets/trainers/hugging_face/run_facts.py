@@ -54,6 +54,7 @@ class RunFacts:
         master, reduce: formats of parameters between steps, and of the sums of gradients.
         each_synced: gradients are summed over ranks in every microbatch; else once a step.
         batch: rows of a step over all ranks.
+        exported: the facts are those of an export's own ``train.py``.
         unpriced, ignored: as of :class:`~autopar.targets.target.Config`.
     """
 
@@ -67,6 +68,7 @@ class RunFacts:
     reduce: str | None = None
     each_synced: bool | None = None
     batch: int | None = None
+    exported: bool | None = None
     unpriced: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
@@ -94,7 +96,7 @@ def facts_of_run(source: Source) -> RunFacts:
         section.whole("rows"), section.whole("microbatches"), section.whole("sequence"),
         section.word("optimizer", ("adamw", "sgd", "sgd_momentum")), section.word("recompute", ("none", "full")),
         None, section.word("master", formats), section.word("reduce", formats), True,
-        section.whole("batch"),
+        section.whole("batch"), True,
     )  # fmt: skip
 
 

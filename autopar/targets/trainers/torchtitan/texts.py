@@ -98,6 +98,7 @@ def of_python(source: Source) -> SaidFields:
     values: dict[str, Any] = {}
     _read_function(source, next(iter(functions.values())), values)
     sizes = _constant(tree, "MODEL") or {}
+    _check_sizes(source, tree, sizes)
     flavor, module = values.pop("flavor", None), _module(tree)
     if not sizes and flavor and module:
         sizes = sizes_of(module, str(flavor))
@@ -114,6 +115,25 @@ def new_defaults() -> dict[str, Any]:
 def _makes_config(node: ast.FunctionDef) -> bool:
     calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
     return any({"training", "parallelism"} & {keyword.arg for keyword in call.keywords} for call in calls)
+
+
+SIZES = {
+    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "hidden_dim": "intermediate_size",
+}  # fmt: skip
+"""Arguments by which an export builds the model, and the sizes of ``MODEL`` that they are."""
+
+
+def _check_sizes(source: Source, tree: ast.Module, sizes: Mapping[str, int]) -> None:
+    """Refuse an export whose model is built with other sizes than ``MODEL`` says."""
+    built = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "model"), None)
+    calls = [node for node in ast.walk(built) if isinstance(node, ast.Call)] if built is not None else []
+    layers = [call for call in calls if "n_layers" in {keyword.arg for keyword in call.keywords}]
+    for keyword in (keyword for call in layers for keyword in call.keywords):
+        name, value = SIZES.get(keyword.arg or "", ""), keyword.value
+        if name in sizes and isinstance(value, ast.Constant) and value.value != sizes[name]:
+            raise source.error(f"MODEL['{name}']", f"is {sizes[name]}, and the model is built with {keyword.arg}="
+                               f"{value.value}; change both")  # fmt: skip
 
 
 def _constant(tree: ast.Module, name: str) -> dict[str, int] | None:
