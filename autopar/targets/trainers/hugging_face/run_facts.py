@@ -68,9 +68,9 @@ class RunFacts:
     reduce: str | None = None
     each_synced: bool | None = None
     batch: int | None = None
-    exported: bool | None = None
     unpriced: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    exported: bool | None = None
 
 
 def facts_beside(source: Source) -> RunFacts:
@@ -96,7 +96,7 @@ def facts_of_run(source: Source) -> RunFacts:
         section.whole("rows"), section.whole("microbatches"), section.whole("sequence"),
         section.word("optimizer", ("adamw", "sgd", "sgd_momentum")), section.word("recompute", ("none", "full")),
         None, section.word("master", formats), section.word("reduce", formats), True,
-        section.whole("batch"), True,
+        section.whole("batch"), exported=True,
     )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def _check_sizes(source: Source, tree: ast.Module, sizes: Mapping[str, int]) -> 
         name, value = SIZES.get(keyword.arg or "", ""), keyword.value
         if name in sizes and isinstance(value, ast.Constant) and value.value != sizes[name]:
             raise source.error(f"MODEL['{name}']", f"is {sizes[name]}, and the model is built with {keyword.arg}="
-                               f"{value.value}; change both")  # fmt: skip
+                               f"{value.value!r}; change both")  # fmt: skip
 
 
 def _constant(tree: ast.Module, name: str) -> dict[str, int] | None:
