@@ -25,6 +25,7 @@ from autopar.cli.common import (
     show_seconds,
     spec_of,
 )
+from hardware_profiles.strict import parse_json
 
 if TYPE_CHECKING:
     from autopar.planfile import Document
@@ -68,7 +69,7 @@ def export(
     files = {**written.files, **launchers(made, written), RECORD: _record(path, made, written, cost)}
     _write(output, files)
     if as_json:
-        print_json({**json.loads(files[RECORD]), "folder": str(output), "files": sorted(files)}, "export")
+        print_json({**parse_json(files[RECORD]), "folder": str(output), "files": sorted(files)}, "export")
         return
     print_lines(*_answer(output, made, written, cost))
 

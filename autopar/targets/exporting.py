@@ -148,7 +148,7 @@ def near(target: Target, plan: Plan, shards: int) -> Iterator[Words]:
     """Yield layouts with the stages and microbatches of a plan, and its axes in every role."""
     groups = plan.schedule.n_ranks
     chunks = len(plan.stages) // groups
-    sizes = [size for _, size in plan.stages[0].mesh if size > 1]
+    sizes = [size for size in plan.stages[0].mesh.sizes if size > 1]
     roles = [role for role in ("dp", "tp", "cp") if role == "dp" or role in target.words]
     kinds = {_by_role(sizes, of, roles) for of in product(roles, repeat=len(sizes))}
     name = plan.schedule.name.partition(":")[0] if groups > 1 else None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+from hardware_profiles.strict import parse_json, read_text
 
 
 @cache
 def field_list(package: str, name: str = "fields.json") -> dict[str, Any]:
     """Return a JSON file of a trainer's package, such as ``autopar.targets.trainers.deepspeed``."""
-    found: dict[str, Any] = json.loads((files(package) / name).read_text(encoding="utf-8"))
+    found: dict[str, Any] = parse_json(read_text(Path(str(files(package) / name))))
     return found

@@ -17,6 +17,7 @@ from autopar.targets import target_named
 from autopar.targets.model_facts import facts_of
 from autopar.targets.space import refusal, words_of
 from autopar.targets.target import ConfigError, Export, ModelFacts, Source
+from autopar.targets.trainers.torchtitan import reading
 from autopar.words.precision import parse_precision
 
 TITAN = target_named("torchtitan")
@@ -249,4 +250,4 @@ def test_a_model_of_other_sizes_than_it_says_is_refused() -> None:
         "def plan():\n    return Config(training=TrainingConfig(steps=1), parallelism=ParallelismConfig())\n"
     )
     with pytest.raises(ConfigError, match=r"is 40, and the model is built with n_layers=39"):
-        read(Source(Path("torchtitan_plan.py"), text))
+        reading.read(Source(Path("torchtitan_plan.py"), text))

@@ -13,6 +13,7 @@ from autopar.frontends import split_spec
 from autopar.rules.registry import drawing
 from autopar.targets.target import Export, WrittenFiles
 from autopar.targets.trainers.fsdp2.decisions import model_tables, parallel_tables
+from hardware_profiles.strict import read_text
 
 FOLDER = Path(__file__).parent / "folder"
 
@@ -32,7 +33,7 @@ def write(export: Export) -> WrittenFiles:
     }
     for table, name in (("TENSOR", "tensor_parallel.py"), ("PIPELINE", "pipeline.py")):
         if tables[table]:
-            files[name] = (FOLDER / name).read_text(encoding="utf-8")
+            files[name] = read_text(FOLDER / name)
     files |= model_files(export)
     notes = tuple(notes_of(export))
     return WrittenFiles(files, ("train.py", "--steps", "1000"), ("batches() in train.py: your data",), notes)
@@ -43,14 +44,14 @@ def model_files(export: Export) -> dict[str, str]:
     prefix, path, _ = split_spec(export.loaded.spec)
     source = Path(path)
     if prefix:
-        return {"config.json": source.read_text(encoding="utf-8")}
+        return {"config.json": read_text(source)}
     files: dict[str, str] = {}
     waiting = [source]
     while waiting:
         file = waiting.pop()
         if file.name in files:
             continue
-        text = files[file.name] = file.read_text(encoding="utf-8")
+        text = files[file.name] = read_text(file)
         for name in re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE):
             waiting += [beside for beside in [source.parent / f"{name}.py"] if beside.is_file()]
     if taken := files.keys() & {"train.py", "parallelize.py", "pipeline.py", "tensor_parallel.py"}:
@@ -60,7 +61,7 @@ def model_files(export: Export) -> dict[str, str]:
 
 def filled(name: str, section: str, tables: Mapping[str, Any]) -> str:
     """Return a file of the folder with its tables replaced."""
-    text = (FOLDER / name).read_text(encoding="utf-8")
+    text = read_text(FOLDER / name)
     before, start, rest = text.partition(f"# --- {section} ---\n")
     _, end, after = rest.partition("# --- code ---\n")
     assert start and end, name

@@ -13,6 +13,7 @@ import torch
 from autopar.frontends import split_spec
 from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.words.precision import OWN, Precision
+from hardware_profiles.strict import read_text
 
 
 def shared_files(
@@ -55,7 +56,7 @@ def model_files(export: Export) -> tuple[dict[str, str], str]:
     if prefix:
         return {"model/config.json": json.dumps(dict(export.model.config), indent=1, default=str) + "\n"}, "model"
     name = f"model/{Path(path).name}"
-    return {name: Path(path).read_text(encoding="utf-8")}, f"{name}:{factory}"
+    return {name: read_text(Path(path))}, f"{name}:{factory}"
 
 
 def inputs_of(export: Export) -> dict[str, dict[str, Any]]:
@@ -114,7 +115,7 @@ def training_arguments(export: Export, policy: Precision, more: Mapping[str, Any
 
 def script(package: str) -> str:
     """Return the text of the script that a trainer's folder has: ``train.py``."""
-    here = files("autopar.targets.trainers")
-    common = (here / "hugging_face" / "model_and_data.py.j2").read_text(encoding="utf-8")
-    return (here / package / "train.py.j2").read_text(encoding="utf-8").replace("{{ model_and_data }}", common.strip())
+    here = Path(str(files("autopar.targets.trainers")))
+    common = read_text(here / "hugging_face" / "model_and_data.py.j2")
+    return read_text(here / package / "train.py.j2").replace("{{ model_and_data }}", common.strip())
 
