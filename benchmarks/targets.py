@@ -191,7 +191,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "`python benchmarks/targets.py`, nothing measured. The models are those of `benchmarks/layouts.py`.", "",
         "| case | trainer | layout | s a step | GiB | again | restriction |", "|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
+    order = {case: number for number, case in enumerate(CLUSTERS)}
+    for row in sorted(rows, key=lambda row: (order[row["case"]], row["target"] != "autopar")):
         if row["target"] == "autopar":
             lines.append(_cells(row["case"], "autopar", row["layout"], f"{row['seconds']:.4g}", f"{row['GiB']:.1f}"))
             continue
@@ -204,6 +205,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         cost = f"{row['seconds'] / mine - 1:+.1%}" if mine and own.get(row["case"]) else ""
         numbers = f"{row['seconds']:.4g}", f"{row['GiB']:.1f}"
         lines.append(_cells(row["case"], row["target"], f"`{row['layout']}`", *numbers, same, cost))
+    if missing := [case for case in CLUSTERS if case not in {row["case"] for row in rows}]:
+        lines += ["", f"Not run: {', '.join(missing)}; and the trainers that a case does not list."]
     return "\n".join(lines) + "\n"
 
 
