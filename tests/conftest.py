@@ -20,6 +20,7 @@ from autopar.runtime.ranks import launch
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run on processors; read when it is imported
+os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have one, of which commands would make their tables narrow
 CACHE = tempfile.mkdtemp(prefix="autopar-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHE  # no files of the user's are read or written
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
