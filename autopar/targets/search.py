@@ -246,6 +246,7 @@ def changes(search: TargetSearch, found: PricedLayout) -> Iterator[Words]:
         fine = divisors(search.rows // dp)
         at = fine.index(int(words.get("mbs", "1")))
         yield from (with_(mbs=str(fine[k])) for k in (at + 1, at - 1) if 0 <= k < len(fine))
+        yield from (with_(mbs=size, recompute=kind) for kind in fewer for size in map(str, fine[:at]))
         if found.fits and at + 1 < len(fine):
             yield from (with_(mbs=str(fine[at + 1]), recompute=kind) for kind in others[:2] if kind is not None)
     neighbours = per_node(search.cluster)
