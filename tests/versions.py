@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("2.11.0", "2.14.1")
 PACKAGES = (
     "transformers==5.17.0", "accelerate==1.15.0", "spmd_types==0.3.1", "pulp==3.3.2", "networkx", "numpy<2.4", "rich",
-    "typer<0.30", "jinja2", "markupsafe", "pytest", "pytest-xdist",
+    "typer<0.30", "jinja2", "markupsafe", "pyyaml", "pytest", "pytest-xdist",
 )  # fmt: skip
 """Beside torch: transformers as GPU images have it, and a numpy that Triton's interpreter takes."""
 SOLVERS = {"2.11.0": "highspy==1.15.1"}
