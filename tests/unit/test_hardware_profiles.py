@@ -231,7 +231,7 @@ def test_rank_out_of_range():
 @pytest.mark.parametrize("package", ["hardware_profiles", "cost_models"])
 def test_floors(package):
     """hardware_profiles imports nothing of the project, cost_models only that; neither imports torch."""
-    allowed = {"networkx", "numpy", "yaml", "hardware_profiles", package} | set(sys.stdlib_module_names)
+    allowed = {"networkx", "numpy", "hardware_profiles", package} | set(sys.stdlib_module_names)
     if package == "hardware_profiles":
         allowed -= {"cost_models"}
     for path in (PACKAGE.parent / package).glob("*.py"):

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import closest
+from autopar.targets.strict_yaml import parse_yaml
 from autopar.targets.target import ConfigError, Source
-from hardware_profiles.strict import Unreadable, parse_json, parse_yaml, read_text, shortened
+from hardware_profiles.strict import Unreadable, parse_json, read_text, shortened
 
 AUTO = "auto"
 """The value that Hugging Face's Trainer and accelerate replace by one of their own arguments."""

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import closest
+from autopar.targets.strict_yaml import parse_yaml
 from autopar.targets.target import Config, Source
 from autopar.targets.trainers.megatron.configs import config_of
 from autopar.targets.trainers.megatron.fields import tables
 from autopar.targets.trainers.megatron.nemo import OFF, known, option_of, resolved, set_numbers, set_option, take
 from autopar.targets.trainers.megatron.options import MegatronOptions, options_of_words
 from autopar.targets.trainers.megatron.shell import Script, split
-from hardware_profiles.strict import Unreadable, parse_count, parse_yaml
+from hardware_profiles.strict import Unreadable, parse_count
 
 NEMO = "nemo"
 SECTIONS = ("language_model", "model_parallel")
