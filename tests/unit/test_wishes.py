@@ -72,13 +72,14 @@ def test_all_wishes_arrive() -> None:
         fewer = {"mesh"} | ({"placements"} if name == "mesh" else set())
         without = {k: v for k, v in GIVEN.items() if k != name and not (name == "mesh" and k in fewer)}
         assert request_of({**more, **without}) != everything, name
-    assert all(getattr(everything.pins, pin.name) for pin in PINS if pin.name not in ("layout", "target"))
+    assert all(getattr(everything.pins, pin.name) for option in PLAN_OPTIONS for pin in option.pins)
     assert pin_words(everything.pins) == [
         "2 groups", "mesh data=2 x tensor=2", "cut at layers.1", "schedule 1f1b", "4 microbatches", "up: tensor=n",
         "*.weight: S0,I use", "input x: S0,R", "output 0: I,I", "layers.*: recompute", "precision bf16-mixed",
         "*: load of 2 experts, 75.0% for the fullest", "at most 4.00 GiB per device",
     ]  # fmt: skip
     assert request_of({}) == PlanRequest() and pin_words(Pins()) == []
+    assert pin_words(Pins(layout="tp=2,dp=4", target="megatron")) == ["layout tp=2,dp=4", "for megatron"]
 
 
 @pytest.mark.parametrize(

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from jinja2 import Template
+
 from autopar.targets.stages import counts, whole_blocks
 from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.targets.trainers.megatron.layouts import check_batch, layout_arguments, precision_arguments
 from autopar.targets.trainers.megatron.models import Arguments, model_arguments
+from hardware_profiles.strict import read_text
 
 RELEASE = "core_v0.19.0"
 """The newest tag of Megatron-LM's repository whose ``pretrain_gpt.py`` has these arguments."""
-RANK = '''"""Pretraining with Megatron-LM: what every rank runs, with arguments.txt and the arguments given here.
-
-MEGATRON_LM is the path of a checkout of Megatron-LM, {release}.
-"""
-
-import os
-import runpy
-import shlex
-import sys
-from pathlib import Path
-
-if "MEGATRON_LM" not in os.environ:
-    sys.exit("MEGATRON_LM is not set: give the path of a checkout of Megatron-LM, {release}")
-{environment}
-root = Path(os.environ["MEGATRON_LM"])
-words = shlex.split((Path(__file__).parent / "arguments.txt").read_text(), comments=True)
-sys.argv = [str(root / "{script}"), *words, *sys.argv[1:]]
-sys.path.insert(0, str(root))
-runpy.run_path(sys.argv[0], run_name="__main__")
-'''
 CONNECTIONS = 'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # collectives start in the order of launches'
 NO_CONNECTIONS = 'os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # Megatron-FSDP asks for more than one'
+RANK = Template(read_text(Path(__file__).with_name("pretrain.py.j2")), keep_trailing_newline=True)
+"""What every rank runs."""
 OPTIMIZERS = {
     "adamw": {"--optimizer": "adam"}, "sgd": {"--optimizer": "sgd", "--sgd-momentum": "0.0"},
     "sgd_momentum": {"--optimizer": "sgd", "--sgd-momentum": "0.9"},
@@ -68,7 +55,7 @@ def write(export: Export) -> WrittenFiles:
     return WrittenFiles(
         {
             "arguments.txt": "".join(_section(name, arguments) for name, arguments in groups.items()),
-            "pretrain.py": RANK.format(**names),
+            "pretrain.py": RANK.render(names),
             "bridge_overrides.txt": bridge_overrides(export, groups["layout"] | groups["precision"]),
         },
         argv=("pretrain.py",),
