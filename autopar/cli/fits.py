@@ -130,7 +130,7 @@ def nearby(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[Ne
 
 def smaller(text: str) -> list[str]:
     """Return layouts that need less memory: with one change first, then with several."""
-    from autopar.targets.space import words_of
+    from autopar.planner.layouts.layout_words import words_of
 
     words = words_of(text)
     ways: list[dict[str, str | None]] = []

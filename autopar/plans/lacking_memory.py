@@ -57,10 +57,15 @@ def memory_parts(plan: Plan) -> dict[str, int]:
     }
 
 
+def largest_part(plan: Plan) -> tuple[str, int]:
+    """Return the part of the fullest device that has most bytes, and these."""
+    parts = memory_parts(plan)
+    largest = max(parts, key=lambda name: parts[name])
+    return largest, parts[largest]
+
+
 def lacking_memory(plan: Plan, needed_bytes: float, limit_bytes: float) -> LackingMemory | None:
     """Return what a plan lacks; None if it fits."""
     if needed_bytes <= limit_bytes:
         return None
-    parts = memory_parts(plan)
-    largest = max(parts, key=lambda name: parts[name])
-    return LackingMemory(needed_bytes, limit_bytes, largest, parts[largest])
+    return LackingMemory(needed_bytes, limit_bytes, *largest_part(plan))

@@ -92,17 +92,6 @@ class Price:
         return self.again_bytes + self.working_bytes
 
 
-def largest_category(prices: Sequence[Price]) -> str:
-    """Return the category of memory that has most bytes in the fullest of some stages."""
-    fullest = max(prices, key=lambda price: price.memory_bytes)
-    sizes = {
-        "parameters": fullest.parameter_bytes, "gradients": fullest.gradient_bytes,
-        "optimizer state": fullest.optimizer_bytes, "gathered copies of parameters": fullest.gathered_bytes,
-        "activations": fullest.activation_bytes, "working memory of operators": fullest.working_bytes,
-    }  # fmt: skip
-    return max(sizes, key=lambda name: sizes[name])
-
-
 def bytes_together(prices: Sequence[Price]) -> int:
     """Return the peak bytes of a rank of several stages."""
     return sum(p.memory_bytes - p.transient_bytes for p in prices) + max(p.transient_bytes for p in prices)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from math import prod
 
+from autopar.planner.layouts.layout_words import words_of
 from autopar.plans.plan import Plan, StagePlan, segment_numbers
 from autopar.report.axes_in_words import BATCH, EXPERTS, FEATURES, NOTHING, SEQUENCE, SHOWN, AxisUse
 from autopar.words.graph import Graph
@@ -75,7 +76,7 @@ def mesh_by_mesh(
 
 def layout_in_words(text: str) -> str:
     """Return a requested layout, ``tp=4,pp=8,vp=4,dp=2,zero=1``, in the terms of trainers."""
-    given = {word: value for word, _, value in (part.strip().partition("=") for part in text.split(","))}
+    given = words_of(text)
     terms = []
     for word, template in WORDS.items():
         value = given.pop(word, None)

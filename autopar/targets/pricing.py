@@ -8,12 +8,12 @@ from math import prod
 from pathlib import Path
 
 from autopar.errors import PlanError, first_few
-from autopar.planner.layouts.layout_words import parse_layout
+from autopar.planner.layouts.layout_words import parse_layout, words_of
 from autopar.planner.layouts.pricing import PricedLayout
 from autopar.plans.plan import Plan
 from autopar.targets import target_named, targets
 from autopar.targets.search import TargetSearch, changes
-from autopar.targets.space import Words, divisors, text_of, words_of
+from autopar.targets.space import Words, divisors, text_of
 from autopar.targets.target import Config, ConfigError, ModelFacts, Source, Target
 from hardware_profiles.strict import Unreadable, read_text
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError, InfeasibleError
-from autopar.planner.layouts.layout_words import parse_layout
+from autopar.planner.layouts.layout_words import parse_layout, words_of
 from autopar.planner.layouts.pricing import PricedLayout, PricedLayouts
-from autopar.plans.prices import largest_category
-from autopar.targets.space import Words, divisors, per_node, refusal, shapes, storages, text_of, tried, words_of
+from autopar.plans.lacking_memory import largest_part
+from autopar.targets.space import Words, divisors, per_node, refusal, shapes, storages, text_of, tried
 from autopar.targets.target import ModelFacts, Target
-from autopar.words.texts import show_bytes, show_seconds
+from autopar.words.texts import show_bytes
 from hardware_profiles import Cluster
 
 MOST_PRICED = 90
@@ -225,10 +225,8 @@ def _stored(found: PricedLayout) -> float:
 
 def misfit(found: PricedLayout) -> str:
     """Return why a layout does not fit: ``71.2 GiB of 67.1 GiB, most of it activations``."""
-    return (
-        f"{show_bytes(found.memory_bytes)} of {show_bytes(found.limit_bytes)}, most of it "
-        f"{largest_category([stage.price for stage in found.plan.stages])}"
-    )
+    part, _ = largest_part(found.plan)
+    return f"{show_bytes(found.memory_bytes)} of {show_bytes(found.limit_bytes)}, most of it {part}"
 
 
 def changes(search: TargetSearch, found: PricedLayout) -> Iterator[Words]:
@@ -262,8 +260,3 @@ def changes(search: TargetSearch, found: PricedLayout) -> Iterator[Words]:
             yield from (with_(vp=str(v), schedule=None) for v in fine[:4])
     if int(words.get("tp", "1")) > 1 and "sp" in target.words:
         yield with_(sp=None if "sp" in words else "")
-
-
-def summary(found: PricedLayout) -> str:
-    """Return a layout in a line: its words, seconds and memory."""
-    return f"{found.layout.text}: {show_seconds(found.seconds)} a step, {show_bytes(found.memory_bytes)}"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from autopar.planner.layouts.layout_words import Layout
+from autopar.planner.layouts.layout_words import Layout, words_of
 from autopar.targets.target import ModelFacts, Target
 from hardware_profiles import Cluster
 
@@ -26,12 +26,6 @@ Words = dict[str, str | None]
 def per_node(cluster: Cluster) -> int:
     """Return how many devices the smallest machine of a cluster has."""
     return min(Counter(cluster.node_of).values())
-
-
-def words_of(text: str) -> dict[str, str]:
-    """Return the words of a layout by name; flags have an empty value."""
-    parts = (part.partition("=")[::2] for part in text.split(","))
-    return {word.strip(): value.strip() for word, value in parts}
 
 
 ORDER = ("tp", "sp", "cp", "pp", "vp", "dp", "ep", "etp", "zero", "fsdp", "mbs", "m", "gas", "schedule", "recompute")

@@ -12,14 +12,14 @@ from autopar.capture import capture
 from autopar.cli import app
 from autopar.errors import InfeasibleError, PlanError
 from autopar.frontends.models import load_model
-from autopar.planner.layouts.layout_words import parse_layout
+from autopar.planner.layouts.layout_words import parse_layout, words_of
 from autopar.planner.layouts.pricing import PricedLayouts
 from autopar.plans.clusters import get_cluster
 from autopar.report.memory_contents import memory_of_devices
 from autopar.targets import target_named, targets
 from autopar.targets.exporting import Exporter, is_of_words
 from autopar.targets.pricing import best_changes, changed, layout_words, where_time_goes
-from autopar.targets.space import can_say, refusal, shapes, storages, text_of, words_of
+from autopar.targets.space import can_say, refusal, shapes, storages, text_of
 from autopar.targets.target import Config, ConfigError, Export, Target, WrittenFiles
 
 TINY = {

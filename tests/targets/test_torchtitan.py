@@ -10,12 +10,12 @@ import pytest
 
 from autopar.capture import capture
 from autopar.frontends.models import load_model
-from autopar.planner.layouts.layout_words import parse_layout
+from autopar.planner.layouts.layout_words import parse_layout, words_of
 from autopar.planner.layouts.pricing import PricedLayouts
 from autopar.plans.clusters import get_cluster
 from autopar.targets import target_named
 from autopar.targets.model_facts import facts_of
-from autopar.targets.space import refusal, words_of
+from autopar.targets.space import refusal
 from autopar.targets.target import ConfigError, Export, ModelFacts, Source
 from autopar.targets.trainers.torchtitan import reading
 from autopar.words.precision import parse_precision

@@ -221,6 +221,12 @@ class Layout:
         return tuple(chosen)
 
 
+def words_of(text: str) -> dict[str, str]:
+    """Return the words of a layout by name; flags have an empty value."""
+    parts = (part.partition("=")[::2] for part in text.split(","))
+    return {word.strip(): value.strip() for word, value in parts}
+
+
 def parse_layout(text: str) -> Layout:
     """Return a layout from its words.
 
