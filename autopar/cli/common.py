@@ -302,8 +302,7 @@ def model_of(
 
 def spec_of(document: Document, path: Path, model: str | None, *, trust: bool) -> tuple[str, Path | None]:
     """Return the spec of a plan file's model, and the folder in which its relative path starts."""
-    import autopar.frontends.models  # noqa: F401  (registers the prefixes of specs)
-    from autopar.frontends import runs_code
+    from autopar.frontends.models import runs_code
 
     spec = model if model is not None else (document.model or {}).get("spec")
     if spec is None:

@@ -86,7 +86,7 @@ def run(
         if int(os.environ.get("RANK", "0")) == 0:
             _report({**result, "ran_on": where}, document.raw["cluster"], as_json)
         return
-    from autopar.frontends import split_spec
+    from autopar.frontends.models import split_spec
 
     loaded, captured = model_of(document, path, model, trust=True)
     spec = model if model is not None else str((document.model or {})["spec"])

@@ -49,8 +49,6 @@ def to_its_end(command: Callable[P, T]) -> Callable[P, T]:
         try:
             return command(*args, **kwargs)
         except SystemExit as stop:
-            if isinstance(stop.__context__, BrokenPipeError):  # whoever read the output has gone: head, a closed pager
-                raise
             raise ModelError(
                 f"the model's code called sys.exit({stop.code!r}), and the command is not done; raise an error there, "
                 "or return"

@@ -27,7 +27,9 @@ import torch
 
 import autopar.frontends.hugging_face  # noqa: F401  (registers its prefix)
 from autopar.errors import ModelError
-from autopar.frontends import FRONTENDS, Loaded, cause_in, forms, split_spec
+from autopar.frontends import FRONTENDS, Loaded, cause_in, forms
+from autopar.frontends import runs_code as runs_code
+from autopar.frontends import split_spec as split_spec
 from hardware_profiles.strict import MOST_COUNTED, is_there
 
 
