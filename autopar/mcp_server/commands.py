@@ -28,7 +28,7 @@ AT_ONCE = 2
 GRACE_SECONDS = 60.0
 """Until a command that was told to end is killed: a search writes its best plan by then."""
 LAST_CHARACTERS = 2000
-"""Of standard error, where a command ends without an answer."""
+"""Characters of standard error that are kept where a command ends without an answer."""
 
 
 class CommandError(AutoparError):

@@ -1,4 +1,4 @@
-"""What a client may name: files below the server's folder, and models that run no code unless their folder is trusted.
+"""Names that a client may use: files below the server's folder, models that run no code unless in a trusted folder.
 
 A client's words may come from anyone whose text an agent has read. Importing a Python file runs it with all rights of
 the user, and a file that is written over is lost; so both are limited when the server is started, not when it is asked.

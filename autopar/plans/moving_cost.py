@@ -28,7 +28,7 @@ INSIDE, BETWEEN = "inside machines", "between machines"
 
 @dataclass(frozen=True)
 class MovedTensor:
-    """What moves of one parameter.
+    """The bytes of one parameter that move.
 
     Attributes:
         n_bytes: bytes of all messages, rounds together.

@@ -397,7 +397,7 @@ _OF_LAYOUTS = (
     Pin("layout", "text", "pipeline", lambda words: [f"layout {words}"]),
     Pin("target", "text", "pipeline", lambda name: [f"for {name}"]),
 )
-"""What plans of layouts and for other trainers remember; no option of a search."""
+"""Pins of plans of layouts and for other trainers; no options of a search."""
 PINS = tuple(
     sorted(
         (*(pin for option in PLAN_OPTIONS for pin in option.pins), *_OF_LAYOUTS),

@@ -32,7 +32,7 @@ Shares = dict[str, dict[str, float]]
 
 
 class AxisUse:
-    """What mesh axes shard, as shares of the floating-point operations of products and attention.
+    """Dims that mesh axes shard, as shares of the floating-point operations of products and attention.
 
     ``graph`` is the whole model's, of one microbatch.
     """

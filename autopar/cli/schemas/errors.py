@@ -10,7 +10,7 @@ from autopar.cli.schemas.registry import answer
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What went wrong."""
+    """A failure of a command."""
 
     kind: Annotated[str, "class of the error, such as InfeasibleError; UsageError for the command line; Interrupted, "
                          "Terminated; Defect for an error of autopar itself"]  # fmt: skip
@@ -24,7 +24,7 @@ class Failure:
 @answer("error", "every command with --json")
 @dataclass(frozen=True, kw_only=True)
 class ErrorAnswer:
-    """What a command with ``--json`` prints instead of its answer when it fails; standard error has the text as well.
+    """The document that a command with ``--json`` prints when it fails; standard error has the text as well.
 
     There is one such document for exit codes 2, 3, 130 and 143. With exit code 1, the answer is the command's own and
     says no.

@@ -82,7 +82,7 @@ class ComparedBatch:
 @answer("inspect", "autopar inspect")
 @dataclass(frozen=True, kw_only=True)
 class InspectAnswer:
-    """What was captured of a model."""
+    """The captured graph of a model, in numbers."""
 
     model: Annotated[str, "its class"]
     fingerprint: Annotated[str, "of its graph"]

@@ -29,7 +29,7 @@ class LikeLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RestrictionCost:
-    """What one thing that a trainer cannot express costs."""
+    """The cost of one choice of a trainer."""
 
     what: Annotated[str, "the choice"]
     seconds: Annotated[float, "seconds of a step"]
@@ -89,7 +89,7 @@ class FittingLayout:
 @answer("fits", "autopar fits")
 @dataclass(frozen=True, kw_only=True)
 class FitsAnswer:
-    """Whether a layout fits the devices' memory (exit code 0), or not (exit code 1), and what would."""
+    """The verdict on a layout's memory: exit code 0 if it fits, 1 if not; and similar layouts that fit."""
 
     like: Annotated[str, "the words of the layout"]
     fits: Annotated[bool, "every device has the memory"]

@@ -65,7 +65,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class SolverVerdict:
-    """How far a plan is from the optimum."""
+    """The distance of a plan from the optimum."""
 
     solver: Annotated[str, "name of the solver"]
     status: Annotated[str, "optimal, within gap, best found or time limit"]
@@ -76,7 +76,7 @@ class SolverVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """What runs again in the backward."""
+    """The operators that run again in the backward."""
 
     segments: Annotated[list[list[str]], "first and last operator of each segment"]
     seconds: Annotated[float, "seconds of a step"]
@@ -224,7 +224,7 @@ class CountedCollectives:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedStage:
-    """What was counted of a stage's program."""
+    """The counts of a stage's program."""
 
     seconds: Annotated[float, "seconds of a step, recounted"]
     kept_bytes: Annotated[int, "kept for the backward, of one microbatch"]
@@ -279,7 +279,7 @@ class TensorEntry:
 @answer("memory", "autopar memory")
 @dataclass(frozen=True, kw_only=True)
 class MemoryAnswer:
-    """What fills the memory of a plan's devices."""
+    """The contents of the memory of a plan's devices."""
 
     plan: Annotated[str, "path of the plan file"]
     moment: Annotated[str, "where and when memory peaks"]

@@ -10,7 +10,7 @@ from autopar.cli.schemas.registry import answer
 
 @dataclass(frozen=True, kw_only=True)
 class MovedParameter:
-    """What moves of one parameter."""
+    """The bytes of one parameter that move."""
 
     name: Annotated[str, "its name"]
     n_bytes: Annotated[int, "bytes of all messages"]

@@ -73,7 +73,7 @@ class ProfiledKind:
 @answer("profile", "autopar profile")
 @dataclass(frozen=True, kw_only=True)
 class ProfileAnswer:
-    """What was measured on this machine."""
+    """The measurements of this machine."""
 
     profile: Annotated[str, "path of the written file"]
     ops: Annotated[int, "measured operators"]

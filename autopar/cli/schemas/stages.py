@@ -87,7 +87,7 @@ class StageTransfer:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledShare:
-    """How much of the price comes from measurements of a profile."""
+    """The share of a price that comes from measurements of a profile."""
 
     measured_seconds: Annotated[float, "seconds of operators that were measured"]
     computed_seconds: Annotated[float, "seconds of operators that formulas give"]
@@ -97,7 +97,7 @@ class ProfiledShare:
 
 @dataclass(frozen=True, kw_only=True)
 class StagesForm:
-    """What is common to answers about plans in stages."""
+    """The common part of answers about plans in stages."""
 
     schedule: Annotated[str, "its name"]
     microbatches: Annotated[int, "of a step"]

@@ -19,7 +19,7 @@ class UnsaidDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class UnsaidCost:
-    """What a trainer cannot express of a plan, with the cost of all of it."""
+    """The decisions of a plan that a trainer cannot express, and the cost of all of them."""
 
     decisions: list[UnsaidDecision]
     seconds: Annotated[float, "seconds of a step more than the plan"]
@@ -98,7 +98,7 @@ class MachinesEntry:
 @answer("launch", "autopar launch")
 @dataclass(frozen=True, kw_only=True)
 class LaunchAnswer:
-    """What starts a plan on its cluster."""
+    """The commands that start a plan on its cluster."""
 
     nodes: Annotated[int, "machines"]
     ranks: Annotated[int, "processes, one for each device"]
