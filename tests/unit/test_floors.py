@@ -17,7 +17,7 @@ FLOORS = {
     "autopar.lower": 6, "autopar.runtime": 7, "autopar.certificate": 8, "autopar.comparison": 8, "autopar.planfile": 8,
     "autopar.frontends": 8, "autopar.report": 8, "autopar.profiling": 8, "autopar.launching": 8, "autopar.targets": 8,
     "autopar.parallelizing": 9, "autopar.api": 9, "autopar.cli": 9, "autopar.elastic": 9, "autopar.__main__": 9,
-    "autopar.integrations": 9, "autopar.mcp_server": 9,
+    "autopar.integrations": 9, "autopar.mcp_server": 9, "autopar.inference": 9, "autopar.inference.records": 2,
 }  # fmt: skip
 
 

@@ -1,0 +1,6 @@
+"""Inference: plans for serving a model, and the model that generates on several ranks.
+
+================== ====================================================================================================
+:mod:`.records`    a plan for serving: load, workers with their layouts, predicted times, memory
+================== ====================================================================================================
+"""
