@@ -9,6 +9,7 @@
 :mod:`.optimizer_bytes` bytes of optimizer state
 :mod:`.fitting`         curves fitted to measurements
 :mod:`.schedules`       schedules and their simulation; :mod:`.staging`: stages on unequal groups of devices
+:mod:`.serving`         engines that serve models: the work of a step, its seconds, queues
 ======================= ===============================================================================================
 """
 

@@ -9,7 +9,7 @@ BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 
 
 @dataclass(frozen=True)
-class Load:
+class ServingLoad:
     """Requests that a deployment serves.
 
     Attributes:
@@ -68,7 +68,7 @@ class WorkerLayout:
 
 
 @dataclass(frozen=True)
-class Memory:
+class WorkerMemory:
     """Bytes on the fullest device of a worker, and the limit."""
 
     weights: float
@@ -98,7 +98,7 @@ class Worker:
     replicas: int
     requests: int
     tokens_per_step: int
-    memory: Memory
+    memory: WorkerMemory
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class ServingPlan:
     model: str
     cluster: str
     engine: str
-    load: Load
+    load: ServingLoad
     formats: Formats
     workers: tuple[Worker, ...]
     served: Served

@@ -13,7 +13,7 @@ TOKENS, REQUESTS = "tokens", "requests"
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """A matrix product ``[rows, k] x [k, n]`` with a stored weight.
 
     Attributes:
@@ -65,7 +65,7 @@ class Experts:
         total: experts of the layer.
         top_k: experts of a token.
         shapes: local ``(n, k)`` of the products of one expert.
-        weights, activations: formats, as of :class:`Product`.
+        weights, activations: formats, as of :class:`MatrixProduct`.
         spread: ranks over whose tokens the experts are shared (expert parallel): tokens of all of them come here.
         count: how often a step has it.
     """
@@ -94,7 +94,7 @@ class RowWork:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class StepExchange:
     """A collective, or a message between stages.
 
     Attributes:
@@ -127,11 +127,11 @@ class StepWork:
         stages: pipeline stages of the worker; all are taken to be alike.
     """
 
-    products: tuple[Product, ...] = ()
+    products: tuple[MatrixProduct, ...] = ()
     attentions: tuple[Attention, ...] = ()
     experts: tuple[Experts, ...] = ()
     rows: RowWork = RowWork(0.0, 0)
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[StepExchange, ...] = ()
     blocks: int = 0
     weight_bytes: float = 0.0
     cache_bytes_per_token: float = 0.0
