@@ -116,7 +116,7 @@ def price(case: Case, engine: Engine | None = None) -> ServedTimes:
         lambda batch: step_seconds(work, batch, cluster, engine).seconds,
         input_tokens=case.input_tokens, output_tokens=case.output_tokens, in_flight=case.batch,
         tokens_per_step=engine.tokens_per_step, mixes=engine.mixes, cache_tokens=max(cache, 1.0),
-        spread=0.2 if case.open_loop else 0.0, overhead_seconds=engine.first_token_seconds,
+        kept_output=engine.output_reserved, lookahead=engine.lookahead, spread=0.2 if case.open_loop else 0.0, overhead_seconds=engine.first_token_seconds,
     )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Eng
     small = small_rates_of(device)
     parts = {
         "products": _products(work, batch, device),
-        "attention": _attention(work, batch, device, small),
+        "attention": _attention(work, batch, device, small, engine),
         "experts": sum(e.count * _experts(e, batch, device) for e in work.experts),
         "exchanges": _exchanges(work, batch, cluster, device, small, engine),
         "rows": _rows(work, batch, device, small, engine),
@@ -75,7 +75,7 @@ def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Eng
         parts["launches"] = kernels * small.kernel_seconds
     else:
         parts["launches"] = max(kernels * small.kernel_seconds, kernels * engine.launch_seconds - sum(parts.values()))
-    factor = engine.factor(device.name)
+    factor = engine.factor(device.name, bool(batch.prefills))
     parts = {name: factor * seconds for name, seconds in parts.items()}
     parts["host"] = engine.host_seconds + engine.request_seconds * batch.requests
     return StepSeconds(sum(parts.values()), parts)
@@ -99,9 +99,11 @@ def _products(work: StepWork, batch: StepBatch, device: Device) -> float:
     return total
 
 
-def _attention(work: StepWork, batch: StepBatch, device: Device, small: SmallRates) -> float:
+def _attention(work: StepWork, batch: StepBatch, device: Device, small: SmallRates, engine: Engine) -> float:
     total = 0.0
     for attention in work.attentions:
+        if device.name in engine.widens_cache:
+            attention = replace(attention, cache="bf16")
         each = decode_attention_seconds(device, small, attention, batch)
         for prefill in batch.prefills:
             each += prefill_attention_seconds(device, attention, prefill)

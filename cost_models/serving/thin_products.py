@@ -58,7 +58,7 @@ def _rate(device: Device, small: SmallRates, weights: str, activations: str) -> 
     widened = small.widening if WIDTHS[weights] < 1 and WIDTHS[activations] > WIDTHS[weights] else 1.0
     return ProductRate(
         widened / (peak * curve.fraction), widened / (peak * sustained_fraction(device)),
-        1.0 / (device.memory_bytes_per_second * small.weight_fraction),
+        1.0 / (device.memory_bytes_per_second * (small.narrow_fraction if WIDTHS[weights] < 1 else small.weight_fraction)),
         curve.half_m, curve.half_n, curve.half_k, curve.half_mn, WIDTHS[weights], WIDTHS[activations], small.join,
     )  # fmt: skip
 
