@@ -73,9 +73,11 @@ def read_cases(path: str) -> list[Case]:
             own = "source_file=2026-" in source
             tensor, data, batch = (_whole(row[key]) for key in ("tp_size", "attention_dp_size", "batch_size"))
             expert, beside = _whole(row["moe_ep_size"]), _whole(row["moe_tp_size"])
-            if expert == beside > 1 and tensor * data == expert * beside and 1 in (tensor, data):
+            if own and expert == beside > 1 and tensor * data == expert * beside and 1 in (tensor, data):
                 batch = batch * (data // expert) if data > 1 else batch
                 tensor, data = (expert, 1) if data == 1 else (1, expert)  # recorded as their square
+            if MODELS[row["model_path"]] in MIXTURES and expert * beside > tensor * data:
+                data = expert * beside // tensor  # not recorded, but its experts lie on so many devices
             found.append(Case(
                 row["id"], MODELS[row["model_path"]], row["system"], row["backend"], row["backend_version"],
                 row["precision"], int(row["isl"]), int(row["osl"]), tensor, data, expert, batch,

@@ -38,6 +38,10 @@ class Engine:
         output_reserved: part of an answer for which a request gets cache when it begins: all of it, or about half on
             average where cache grows with the answer.
         lookahead: steps that are scheduled ahead: a new request waits for so many more.
+        expert_kernels: kernels of a layer of experts: the choice, the sorting of rows, casts, two grouped products, the
+            activation, the sum.
+        expert_factors: seconds of grouped products of experts over their price by format of the weights, where an
+            engine's kernels for it are slow.
         widens_cache: names of devices on which attention over an 8-bit cache takes as long as over a 16-bit one.
         fuses: operators between two products run as one kernel; else each runs on its own.
         fuses_casts: casts of activations to 8 or 4 bits run in these kernels; else each is one of its own.
@@ -60,6 +64,8 @@ class Engine:
     memory_share: float = 0.9
     output_reserved: float = 0.5
     lookahead: int = 0
+    expert_kernels: float = 8.0
+    expert_factors: Mapping[str, float] = field(default_factory=dict, compare=False)
     widens_cache: tuple[str, ...] = ()
     fuses: bool = True
     fuses_casts: bool = False
@@ -106,7 +112,7 @@ def _read(name: str, table: Table) -> Engine:
             values[each.name] = table.text(each.name)
         elif each.name == "widens_cache":
             values[each.name] = tuple(device.strip() for device in table.text(each.name).split(","))
-        elif each.name in ("factors", "prefill_factors"):
+        elif each.name in ("factors", "prefill_factors", "expert_factors"):
             values[each.name] = table.numbers(each.name, {}, positive=True)
         elif each.name == "sources":
             values[each.name] = table.texts(each.name, {})

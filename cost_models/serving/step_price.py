@@ -20,8 +20,6 @@ from .small_collectives import exchange_seconds
 from .thin_products import WIDTHS, product_rate, product_seconds
 from .work import TOKENS, Experts, Prefill, StepBatch, StepWork
 
-EXPERT_KERNELS = 5
-"""Kernels of a layer of experts: the choice, the sorting of rows, two grouped products with their activation, the sum."""
 ATTENTION_KERNELS = 2
 """Kernels of attention: the write to the cache, attention itself; the join of its parts is in its least seconds."""
 SAMPLING_PASSES = 4
@@ -65,7 +63,7 @@ def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Eng
     parts = {
         "products": _products(work, batch, device),
         "attention": _attention(work, batch, device, small, engine),
-        "experts": sum(e.count * _experts(e, batch, device) for e in work.experts),
+        "experts": sum(e.count * _experts(e, batch, device, engine) for e in work.experts),
         "exchanges": _exchanges(work, batch, cluster, device, small, engine),
         "rows": _rows(work, batch, device, small, engine),
         "sampling": _sampling(work, batch, device, small),
@@ -111,11 +109,12 @@ def _attention(work: StepWork, batch: StepBatch, device: Device, small: SmallRat
     return total
 
 
-def _experts(experts: Experts, batch: StepBatch, device: Device) -> float:
+def _experts(experts: Experts, batch: StepBatch, device: Device, engine: Engine) -> float:
     tokens = batch.new_tokens * experts.spread
     hit, pairs = experts_hit(experts, tokens), pairs_on_busiest(experts, tokens)
-    rate = product_rate(device, experts.weights, experts.activations)
-    return sum(product_seconds(rate, pairs, n, k, weights_read=hit) for n, k in experts.shapes)
+    rate = product_rate(device, experts.weights, experts.activations, grouped=True)
+    seconds = sum(product_seconds(rate, pairs, n, k, weights_read=hit) for n, k in experts.shapes)
+    return seconds * engine.expert_factors.get(experts.weights, 1.0)
 
 
 def _exchanges(
@@ -153,6 +152,6 @@ def _kernels(work: StepWork, batch: StepBatch, engine: Engine) -> float:
     casts = sum(p.count for p in work.products if WIDTHS[p.activations] < 2) if not engine.fuses_casts else 0
     rows = min(work.rows.kernels, between) if engine.fuses else work.rows.kernels
     attention = sum(a.count for a in work.attentions) * ATTENTION_KERNELS
-    experts = sum(e.count for e in work.experts) * EXPERT_KERNELS
+    experts = sum(e.count for e in work.experts) * engine.expert_kernels
     exchanges = sum(e.count for e in work.exchanges)
     return products + casts + rows + attention + experts + exchanges + (SAMPLING_KERNELS if work.vocabulary else 0)
