@@ -40,8 +40,8 @@ class Engine:
         lookahead: steps that are scheduled ahead: a new request waits for so many more.
         expert_kernels: kernels of a layer of experts: the choice, the sorting of rows, casts, two grouped products, the
             activation, the sum.
-        expert_factors: seconds of grouped products of experts over their price by format of the weights, where an
-            engine's kernels for it are slow.
+        expert_factors: seconds of layers of experts over their price, where an engine's kernels are slow, by the format
+            of their weights, ``fp8``, or by that and the GPU, ``mxfp4 on H200-SXM-141GB``.
         widens_cache: names of devices on which attention over an 8-bit cache takes as long as over a 16-bit one.
         fuses: operators between two products run as one kernel; else each runs on its own.
         fuses_casts: casts of activations to 8 or 4 bits run in these kernels; else each is one of its own.
@@ -77,6 +77,10 @@ class Engine:
         if prefill and device_name in self.prefill_factors:
             return self.prefill_factors[device_name]
         return self.factors.get(device_name, self.general_factor)
+
+    def expert_factor(self, weights: str, device_name: str) -> float:
+        """Return the factor of layers of experts with weights in a format on a GPU; 1 where nothing is known."""
+        return self.expert_factors.get(f"{weights} on {device_name}", self.expert_factors.get(weights, 1.0))
 
     def factor_note(self, device_name: str) -> str:
         """Say which factor is taken for a GPU, and from where."""

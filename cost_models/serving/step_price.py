@@ -68,7 +68,7 @@ def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Eng
         "rows": _rows(work, batch, device, small, engine),
         "sampling": _sampling(work, batch, device, small),
     }
-    kernels = _kernels(work, batch, engine)
+    kernels = _kernels(work, engine, device)
     if batch.new_tokens <= engine.graph_requests:
         parts["launches"] = kernels * small.kernel_seconds
     else:
@@ -114,7 +114,7 @@ def _experts(experts: Experts, batch: StepBatch, device: Device, engine: Engine)
     hit, pairs = experts_hit(experts, tokens), pairs_on_busiest(experts, tokens)
     rate = product_rate(device, experts.weights, experts.activations, grouped=True)
     seconds = sum(product_seconds(rate, pairs, n, k, weights_read=hit) for n, k in experts.shapes)
-    return seconds * engine.expert_factors.get(experts.weights, 1.0)
+    return seconds * engine.expert_factor(experts.weights, device.name)
 
 
 def _exchanges(
@@ -145,13 +145,13 @@ def _sampling(work: StepWork, batch: StepBatch, device: Device, small: SmallRate
     return n_bytes / (device.memory_bytes_per_second * small.cache_fraction)
 
 
-def _kernels(work: StepWork, batch: StepBatch, engine: Engine) -> float:
-    """Kernels of a step."""
+def _kernels(work: StepWork, engine: Engine, device: Device) -> float:
+    """Kernels of a step; slow ones of experts count as several."""
     products = sum(p.count for p in work.products)
     between = sum(p.count for p in work.products if p.rows == TOKENS)
     casts = sum(p.count for p in work.products if WIDTHS[p.activations] < 2) if not engine.fuses_casts else 0
     rows = min(work.rows.kernels, between) if engine.fuses else work.rows.kernels
     attention = sum(a.count for a in work.attentions) * ATTENTION_KERNELS
-    experts = sum(e.count for e in work.experts) * engine.expert_kernels
+    experts = sum(e.count * engine.expert_factor(e.weights, device.name) for e in work.experts) * engine.expert_kernels
     exchanges = sum(e.count for e in work.exchanges)
     return products + casts + rows + attention + experts + exchanges + (SAMPLING_KERNELS if work.vocabulary else 0)
