@@ -18,11 +18,16 @@ def decode_attention_seconds(device: Device, small: SmallRates, attention: Atten
 
     Bytes of the cache over what reading it reaches, at least ``attention_seconds``: long contexts are cut into parts
     that many cores read at once (split-k), and a second kernel joins them.
+
+    Raises:
+        ValueError: the format of the cache is unknown.
     """
     if not batch.decodes:
         return 0.0
     seen = batch.context if attention.window is None else min(batch.context, attention.window)
     size = attention.key_size + attention.value_size
+    if attention.cache not in CACHE_WIDTHS:
+        raise ValueError(f"unknown format '{attention.cache}' of a cache, known: {', '.join(CACHE_WIDTHS)}")
     n_bytes = batch.decodes * seen * attention.kv_heads * size * CACHE_WIDTHS[attention.cache]
     flops = 2.0 * batch.decodes * seen * attention.heads * size
     memory = n_bytes / (device.memory_bytes_per_second * small.cache_fraction)
