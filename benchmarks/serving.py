@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import functools
 import re
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
 from serving_work import config_of, work_of
@@ -141,36 +140,122 @@ def price(case: Case, engine: Engine | None = None) -> ServedTimes:
         lambda batch: step_seconds(work, batch, cluster, engine).seconds,
         input_tokens=case.input_tokens, output_tokens=case.output_tokens, in_flight=case.batch,
         tokens_per_step=engine.tokens_per_step, mixes=engine.mixes, cache_tokens=max(cache, 1.0),
-        kept_output=engine.output_reserved, lookahead=engine.lookahead, spread=0.2 if case.own else 0.03, overhead_seconds=engine.first_token_seconds,
+        kept_output=engine.output_reserved, lookahead=engine.lookahead, apart_seconds=engine.apart_seconds,
+        spread=0.2 if case.own else 0.0, overhead_seconds=engine.first_token_seconds,
     )  # fmt: skip
 
 
-def errors(cases: list[Case]) -> list[tuple[Case, ServedTimes]]:
-    """Price all cases."""
-    return [(case, price(case)) for case in cases]
+def fitted(case: Case) -> bool:
+    """True for the half on which numbers were fitted: workers of 2 and 8 devices; those of 1, 4 and more are held out."""
+    return case.tensor * case.data in (2, 8)
 
 
-def table(priced: list[tuple[Case, ServedTimes]]) -> None:
-    """Print a line for each group."""
+Priced = tuple[Case, ServedTimes]
+
+
+def off(rows: list[Priced], first: bool = False, signed: bool = False) -> float:
+    """Return the mean error of the time per token, or to the first one, relative to what was measured."""
+    ratios = [t.first_token_seconds / c.first - 1 if first else t.token_seconds / c.token - 1 for c, t in rows]
+    return mean(ratios if signed else map(abs, ratios)) if ratios else float("nan")
+
+
+def rank(rows: list[Priced]) -> tuple[float, int]:
+    """Return the mean rank correlation of layouts by time per token, and over how many groups.
+
+    A group has rows of one model, GPU, engine, version, lengths and number in flight, with three layouts or more.
+    """
+    groups = defaultdict(dict)
+    for case, times in rows:
+        layout = case.tensor, case.data, case.expert
+        groups[*case.group, case.batch * case.data][layout] = (case.token, times.token_seconds)
+    found = [spearman(list(of.values())) for of in groups.values() if len(of) >= 3]
+    return mean(found), len(found)
+
+
+def spearman(pairs: list[tuple[float, float]]) -> float:
+    """Return the rank correlation of pairs of numbers that have no ties."""
+    orders = [sorted(range(len(pairs)), key=lambda i, side=side: pairs[i][side]) for side in (0, 1)]
+    places = [{index: place for place, index in enumerate(order)} for order in orders]
+    n = len(pairs)
+    return 1 - 6 * sum((places[0][i] - places[1][i]) ** 2 for i in range(n)) / (n * (n * n - 1))
+
+
+def line(name: str, rows: list[Priced]) -> str:
+    """Return a line of a table."""
+    few = [row for row in rows if row[0].batch * row[0].data <= FEW]
+    return (f"| {name} | {len(rows)} | {off(rows):.1%} | {off(rows, signed=True):+.1%} | {off(rows, True):.1%} | "
+            f"{off(rows, True, True):+.1%} | {off(few, True):.1%} |")  # fmt: skip
+
+
+HEAD = """| rows | number | time per token | bias | to the first token | bias | at 8 or fewer in flight |
+|---|---|---|---|---|---|---|"""
+FEW = 8
+
+
+def summary(rows: list[Priced]) -> None:
+    """Print errors of all rows, of both halves, and without rows that contradict others."""
+    print(HEAD)
+    for kind, mixture in (("dense", False), ("experts", True)):
+        of_kind = [row for row in rows if row[0].mixture == mixture]
+        sound = [row for row in of_kind if not row[0].suspect]
+        print(line(f"{kind}, all", of_kind))
+        print(line(f"{kind}, without the suspect ones", sound))
+        print(line(f"{kind}, fitted half (2 and 8 devices)", [row for row in sound if fitted(row[0])]))
+        print(line(f"{kind}, held out (1, 4 and more devices)", [row for row in sound if not fitted(row[0])]))
+        print(f"\nrank of layouts by time per token, {kind}: {rank(sound)[0]:.3f} over {rank(sound)[1]} groups\n")
+
+
+def by_group(rows: list[Priced]) -> None:
+    """Print a line for each model, GPU, engine, precision and lengths."""
     groups = defaultdict(list)
-    for case, times in priced:
-        groups[case.group].append((case, times))
-    print("group | rows | TPOT mean | bias | TTFT mean | bias")
-    for group, rows in sorted(groups.items()):
-        token = [t.token_seconds / c.token - 1 for c, t in rows]
-        first = [t.first_token_seconds / c.first - 1 for c, t in rows]
-        print(f"{' '.join(group):60s} {len(rows):4d} {mean(map(abs, token)):6.1%} {mean(token):+6.1%} "
-              f"{mean(map(abs, first)):6.1%} {mean(first):+6.1%}")  # fmt: skip
-    for said, rows in (("dense", [r for r in priced if not r[0].mixture]), ("mixture", [r for r in priced if r[0].mixture])):
-        if rows:
-            print(said, len(rows), f"TPOT {mean(abs(t.token_seconds / c.token - 1) for c, t in rows):.1%}",
-                  f"TTFT {mean(abs(t.first_token_seconds / c.first - 1) for c, t in rows):.1%}")  # fmt: skip
+    for row in rows:
+        groups[row[0].group].append(row)
+    print(HEAD)
+    for group, of in sorted(groups.items()):
+        print(line(" ".join(filter(None, group)), of))
 
 
-def main(path: str) -> None:
+def suspects(rows: list[Priced]) -> None:
+    """Print why rows are suspect, how many, and their errors."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row[0].suspect].append(row)
+    print(HEAD)
+    for said, of in sorted(groups.items()):
+        if said:
+            print(line(said, of))
+
+
+def beside(rows: list[Priced], path: str) -> None:
+    """Print errors on the rows that another tool priced (id, milliseconds to the first token and per token)."""
+    with open(path, newline="", encoding="utf-8") as file:
+        theirs = {row["id"]: row for row in csv.DictReader(file) if row["ttft_ms"]}
+    both = [(case, times) for case, times in rows if case.name in theirs]
+    other = [(case, ServedTimes(float(theirs[case.name]["ttft_ms"]) / 1e3, float(theirs[case.name]["tpot_ms"]) / 1e3,
+                                0.0, 0.0)) for case, _ in both]  # fmt: skip
+    print(HEAD)
+    for kind, mixture in (("dense", False), ("experts", True)):
+        for name, priced in (("autopar", both), ("the other", other)):
+            chosen = [row for row in priced if row[0].mixture == mixture and not row[0].suspect]
+            if chosen:
+                print(line(f"{kind}: {name}", chosen))
+
+
+def main() -> None:
     """Print the tables."""
-    table(errors(read_cases(path)))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("rows", help="a file of measured rows")
+    parser.add_argument("--beside", help="a file of another tool's prices of some of them: id, ttft_ms, tpot_ms")
+    options = parser.parse_args()
+    priced = [(case, price(case)) for case in read_cases(options.rows)]
+    summary(priced)
+    by_group(priced)
+    print()
+    suspects(priced)
+    if options.beside:
+        print()
+        beside(priced, options.beside)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else str(Path("serving_silicon.csv")))
+    main()

@@ -32,6 +32,7 @@ class Engine:
         request_seconds: seconds that each request of a step adds to them.
         first_token_seconds: seconds between a request and its first token beside queues and steps: the server, the
             words of the prompt, the way back.
+        apart_seconds: least seconds between two requests that reach the scheduler: one process reads their words.
         tokens_per_step: most new tokens of a step by default.
         mixes: one step holds prefills and decodes (chunked prefill); else decodes wait for prefills.
         memory_share: part of the device's memory that it takes by default.
@@ -59,6 +60,7 @@ class Engine:
     host_seconds: float = 0.0
     request_seconds: float = 0.0
     first_token_seconds: float = 0.0
+    apart_seconds: float = 2e-3
     tokens_per_step: int = 8192
     mixes: bool = True
     memory_share: float = 0.9
