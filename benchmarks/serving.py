@@ -141,7 +141,7 @@ def price(case: Case, engine: Engine | None = None) -> ServedTimes:
         input_tokens=case.input_tokens, output_tokens=case.output_tokens, in_flight=case.batch,
         tokens_per_step=engine.tokens_per_step, mixes=engine.mixes, cache_tokens=max(cache, 1.0),
         kept_output=engine.output_reserved, lookahead=engine.lookahead, apart_seconds=engine.apart_seconds,
-        spread=0.2 if case.own else 0.0, overhead_seconds=engine.first_token_seconds,
+        spread=0.2 if case.own else engine.drift, overhead_seconds=engine.first_token_seconds,
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class Engine:
             words of the prompt, the way back.
         apart_seconds: least seconds between two requests that reach the scheduler: one process reads their words.
         tokens_per_step: most new tokens of a step by default.
+        drift: part of an answer by which requests that began together end apart.
         mixes: one step holds prefills and decodes (chunked prefill); else decodes wait for prefills.
         memory_share: part of the device's memory that it takes by default.
         output_reserved: part of an answer for which a request gets cache when it begins: all of it, or about half on
@@ -41,8 +42,9 @@ class Engine:
         lookahead: steps that are scheduled ahead: a new request waits for so many more.
         expert_kernels: kernels of a layer of experts: the choice, the sorting of rows, casts, two grouped products, the
             activation, the sum.
-        expert_factors: seconds of layers of experts over their price, where an engine's kernels are slow, by the format
-            of their weights, ``fp8``, or by that and the GPU, ``mxfp4 on H200-SXM-141GB``.
+        expert_factors: seconds of products of experts over their price, where an engine's kernels are slow, by the
+            format of their weights, ``fp8``, or by that and the GPU, ``mxfp4 on H200-SXM-141GB``.
+        expert_kernels_on: ``expert_kernels`` by name of a device, where they are others.
         widens_cache: names of devices on which attention over an 8-bit cache takes as long as over a 16-bit one.
         fuses: operators between two products run as one kernel; else each runs on its own.
         fuses_casts: casts of activations to 8 or 4 bits run in these kernels; else each is one of its own.
@@ -62,12 +64,14 @@ class Engine:
     first_token_seconds: float = 0.0
     apart_seconds: float = 2e-3
     tokens_per_step: int = 8192
+    drift: float = 0.0
     mixes: bool = True
     memory_share: float = 0.9
     output_reserved: float = 0.5
     lookahead: int = 0
     expert_kernels: float = 8.0
     expert_factors: Mapping[str, float] = field(default_factory=dict, compare=False)
+    expert_kernels_on: Mapping[str, float] = field(default_factory=dict, compare=False)
     widens_cache: tuple[str, ...] = ()
     fuses: bool = True
     fuses_casts: bool = False
@@ -118,7 +122,7 @@ def _read(name: str, table: Table) -> Engine:
             values[each.name] = table.text(each.name)
         elif each.name == "widens_cache":
             values[each.name] = tuple(device.strip() for device in table.text(each.name).split(","))
-        elif each.name in ("factors", "prefill_factors", "expert_factors"):
+        elif each.name in ("factors", "prefill_factors", "expert_factors", "expert_kernels_on"):
             values[each.name] = table.numbers(each.name, {}, positive=True)
         elif each.name == "sources":
             values[each.name] = table.texts(each.name, {})

@@ -146,12 +146,12 @@ def _sampling(work: StepWork, batch: StepBatch, device: Device, small: SmallRate
 
 
 def _kernels(work: StepWork, engine: Engine, device: Device) -> float:
-    """Kernels of a step; slow ones of experts count as several."""
+    """Kernels of a step."""
     products = sum(p.count for p in work.products)
     between = sum(p.count for p in work.products if p.rows == TOKENS)
     casts = sum(p.count for p in work.products if WIDTHS[p.activations] < 2) if not engine.fuses_casts else 0
     rows = min(work.rows.kernels, between) if engine.fuses else work.rows.kernels
     attention = sum(a.count for a in work.attentions) * ATTENTION_KERNELS
-    experts = sum(e.count * engine.expert_factor(e.weights, device.name) for e in work.experts) * engine.expert_kernels
+    experts = sum(e.count for e in work.experts) * engine.expert_kernels_on.get(device.name, engine.expert_kernels)
     exchanges = sum(e.count for e in work.exchanges)
     return products + casts + rows + attention + experts + exchanges + (SAMPLING_KERNELS if work.vocabulary else 0)
