@@ -19,7 +19,7 @@ from autopar.words.graph import Graph, Node, Ref
 
 LABELS = ("labels", "label", "targets", "target")
 """Arguments that only a loss reads."""
-PRIMES = (61, 59, 67, 71, 73, 79, 53, 47)
+PRIMES = (17, 19, 23, 29, 13, 11, 31, 37)
 """Lengths of a short prompt: one that is no size of the model tells tokens from features."""
 
 
@@ -67,7 +67,8 @@ def captured_forward(
         CaptureError: the model cannot be traced.
     """
     args, kwargs = without_labels(model, args, kwargs)
-    length = tokens or next((n for n in PRIMES if n not in _sizes(model)), PRIMES[0])
+    sizes = _sizes(model)
+    length = tokens or next((n for n in PRIMES if all(size % n for size in sizes)), PRIMES[0])
     args, kwargs = one_request(args, kwargs, length)
     with _as_served(model):
         captured, times = _captured(model, args, kwargs)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
 from math import prod
 from typing import NamedTuple, TypeVar
 
-from autopar.inference.attention_calls import attention_calls, rules_by_number
+from autopar.inference.attention_calls import AttentionCall, attention_calls, rules_by_number
 from autopar.inference.forward_capture import Forward
 from autopar.inference.number_formats import FORMAT_BYTES
 from autopar.inference.records import Formats
@@ -24,9 +26,9 @@ from autopar.rules.experts.expert_block import BLOCK
 from autopar.rules.experts.expert_program import body_of
 from autopar.rules.experts.experts import EXPERTS
 from autopar.rules.local_calls import cuts_of
-from autopar.rules.operator_work import gemm_of
+from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
-from autopar.words.graph import Graph, Ref
+from autopar.words.graph import Graph, Ref, Spec
 from autopar.words.placements import State, Step, whole_state
 from autopar.words.shards import local_shape
 from cost_models.serving.work import REQUESTS, TOKENS, Attention, Experts, MatrixProduct, RowWork, StepExchange, StepWork
@@ -65,7 +67,7 @@ class Product(NamedTuple):
     Attributes:
         node: its operator.
         source: number of the operator that makes the activations.
-        weight: which input is the weight.
+        activation, weight: which input is the activations, which the weight.
         parameters: names of the parameters that the weight is made of.
         format: of the weight.
         rows: ``TOKENS`` or ``REQUESTS``.
@@ -73,6 +75,7 @@ class Product(NamedTuple):
 
     node: int
     source: int
+    activation: int
     weight: int
     parameters: tuple[str, ...]
     format: str
@@ -103,6 +106,24 @@ class WorkFinder:
         """Return the work of one device under a plan of the forward's graph."""
         return _Local(self, plan).work()
 
+    def after(self, call: AttentionCall) -> list[Product]:
+        """Return the products that take the result of an attention, in another shape at most."""
+        return [product for product in self.products if product.source == call.node]
+
+    @cached_property
+    def before_attention(self) -> frozenset[int]:
+        """Operators between products and attention: engines store weights so that nothing is exchanged there."""
+        found: set[int] = set()
+        todo = [ref.node for call in self.calls for ref in (call.query, call.key, call.value)]
+        while todo:
+            i = todo.pop()
+            if i not in found and i in self.graph.from_inputs and self.graph.nodes[i].kind == "op":
+                found.add(i)
+                rule = self.rules[i]
+                if rule is None or rule.kind not in ("matmul", "conv", "attention"):
+                    todo += [ref.node for ref in self.graph.nodes[i].refs]
+        return frozenset(found)
+
     def _products(self) -> Iterator[Product]:
         graph = self.graph
         last = _only_to_outputs(graph, self.rules)
@@ -123,8 +144,8 @@ class WorkFinder:
             head, router = i in last, self._chooses(i)
             plain = head or router or not NUMBERED.match(names[0])
             source = _unmoved(graph, self.rules, node.refs[activations[0]])
-            rows = REQUESTS if head or graph.spec(node.refs[activations[0]]).shape.count(self.forward.tokens) == 0 else TOKENS
-            yield Product(i, source, weights[0], names, PLAIN if plain else self.formats.weights, rows)
+            rows = REQUESTS if head or not _of_tokens(graph.spec(node.refs[activations[0]]), self.forward.tokens) else TOKENS
+            yield Product(i, source, activations[0], weights[0], names, PLAIN if plain else self.formats.weights, rows)
 
     def _chooses(self, i: int) -> bool:
         """Return whether tokens choose their experts by a product's result."""
@@ -220,13 +241,7 @@ class _Local:
         for product in self.finder.products:
             node, rule, strategy = self.graph.nodes[product.node], self.finder.rules[product.node], self.strategies[product.node]
             assert rule is not None
-            first = local_shape(self.graph.spec(node.refs[0]).shape, strategy.ins[0], self.mesh)
-            out = local_shape(node.out.shape, strategy.outs[0], self.mesh)
-            pieces, _ = cuts_of(rule, strategy.options, self.mesh)
-            gemm = gemm_of(rule, pieces, rule.flops_at(pieces), first, out)
-            if gemm is None:
-                continue
-            m, n, k = gemm
+            m, n, k = _sizes(rule, product, cuts_of(rule, strategy.options, self.mesh)[0])
             times = max(1, round(m / self.tokens)) if product.rows == TOKENS else 1
             activations = self.finder.formats.activations if product.format != PLAIN else PLAIN
             made = MatrixProduct(n, k, product.format, activations, times * self._times(node.module), product.rows)
@@ -240,17 +255,17 @@ class _Local:
 
     def _attentions(self) -> Iterator[tuple[str, Attention]]:
         for call, window in zip(self.finder.calls, self.finder.windows, strict=True):
-            node, strategy = self.graph.nodes[call.node], self.strategies[call.node]
-            spec = self.graph.spec(call.query)
-            state = strategy.ins[node.refs.index(call.query)] if call.query in node.refs else self._state(call.query)
-            heads = prod(local_shape(spec.shape, state, self.mesh)[:-2])
-            kept = [self._elements(ref) // self.tokens for ref in call.kept]
-            key_size, value_size = spec.shape[-1], self.graph.spec(call.value).shape[-1]
+            node = self.graph.nodes[call.node]
+            key_size, value_size = (self.graph.spec(ref).shape[-1] for ref in (call.query, call.value))
+            heads = prod(self.graph.spec(call.query).shape[:-2])
+            kept = [self.graph.spec(ref).n_elements // self.tokens for ref in call.kept]
             if call.latent:
                 kv_heads, value_size = 1, max(kept)
                 key_size = sum(kept) - value_size
             else:
-                kv_heads = max(1, round(sum(kept) / (key_size + value_size)))
+                whole = round(sum(kept) / (key_size + value_size))
+                kv_heads = max(1, whole // self.mesh.n_devices)
+            heads //= self.mesh.n_devices
             yield node.module, Attention(
                 heads, kv_heads, key_size, value_size, window, self.finder.formats.cache, True, self._times(node.module)
             )
@@ -286,9 +301,10 @@ class _Local:
             name, _, out = key.partition("#")
             ref = Ref(self.graph.index[name], int(out or 0))
             node, spec = self.graph.nodes[ref.node], self.graph.spec(ref)
-            if node.kind == "param":
+            if node.kind == "param" or (self.finder.merges and ref.node in self.finder.before_attention):
                 continue
-            rows = REQUESTS if ref.node in last or self.tokens not in spec.shape else TOKENS
+            of_tokens = _of_tokens(spec, self.tokens)
+            rows = REQUESTS if ref.node in last or not of_tokens else TOKENS
             item_bytes = min(FORMAT_BYTES[PLAIN], spec.item_bytes)
             kinds: dict[str, list[int]] = {}
             for src, dst in steps:
@@ -296,12 +312,16 @@ class _Local:
                 kind = step.collectives[0]
                 if kind is not None:
                     kinds.setdefault(kind, []).append(step.axis)
-            whole = spec.n_elements * item_bytes / (self.tokens if self.tokens in spec.shape else 1)
+            combines = self._combines(ref)
+            whole = spec.n_elements * item_bytes / (self.tokens if of_tokens else 1)
+            if combines:  # engines add up what the experts of a token give before they exchange it
+                whole = spec.shape[-1] * item_bytes
             for kind, axes in kinds.items():
+                kind = "all_reduce" if combines else kind
                 group = prod(self.mesh[axis][1] for axis in axes)
                 stride = prod(size for _, size in self.mesh[max(axes) + 1 :])
                 times = self._times(node.module)
-                yield node.module, StepExchange(kind, whole, group, stride, times, rows), self._combines(ref)
+                yield node.module, StepExchange(kind, whole, group, stride, times, rows), combines
 
     def _combines(self, ref: Ref) -> bool:
         """Return whether a pending sum has results of experts in it."""
@@ -364,6 +384,24 @@ def expert_matrices(graph: Graph, i: int) -> list[tuple[int, int, int]]:
         return [tuple(graph.spec(node.refs[1]).shape)]  # type: ignore[list-item]
     steps = body_of(node.args[1]).steps
     return [tuple(graph.spec(node.refs[args[1].number]).shape) for target, args, _ in steps if target == EXPERTS]  # type: ignore[misc]
+
+
+def _sizes(rule: Rule, product: Product, pieces: Mapping[str, int | Fraction]) -> tuple[int, int, int]:
+    """Return ``(rows, n, k)`` of a product on one rank."""
+    weight = {f for dim in rule.inputs[product.weight] for f in dim}
+    rows = {f for dim in rule.inputs[product.activation] for f in dim}
+    out = {f for dim in rule.outputs[0] for f in dim}
+
+    def size(factors: set[str]) -> int:
+        return prod(rule.size_at(f, pieces) for f in factors)
+
+    n = size((weight & out) - rows)
+    return max(1, size(out - (weight - rows))), n, max(1, size(weight - out))
+
+
+def _of_tokens(spec: Spec, tokens: int) -> bool:
+    """Return whether a tensor has rows of all tokens."""
+    return any(size % tokens == 0 for size in spec.shape)
 
 
 def _in_block(path: str) -> bool:
