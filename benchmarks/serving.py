@@ -15,7 +15,7 @@ from statistics import mean
 
 from serving_work import config_of, work_of
 
-from cost_models.serving.queueing import ServedTimes, serve
+from cost_models.serving.queueing import ServedTimes, engine_options, serve
 from cost_models.serving.step_price import step_seconds
 from cost_models.serving.work import StepWork
 from hardware_profiles import Cluster, load_cluster
@@ -27,6 +27,8 @@ MODELS = {
     "meta-llama/Llama-3.1-70B": "llama-3.1-70b", "Qwen/Qwen3-32B": "qwen3-32b", "nvidia/Qwen3-32B-NVFP4": "qwen3-32b",
     "openai/gpt-oss-120b": "gpt-oss-120b", "Qwen/Qwen3-235B-A22B-FP8": "qwen3-235b-a22b",
 }  # fmt: skip
+LENGTHS = 0.2
+"""InferenceMAX draws lengths from 80% to all of those that it names; the others send them as they are."""
 MIXTURES = ("gpt-oss-120b", "qwen3-235b-a22b")
 
 
@@ -136,12 +138,12 @@ def price(case: Case, engine: Engine | None = None) -> ServedTimes:
     work = work_for(case.model, case.precision, case.own, case.engine, case.tensor, case.data, case.expert)
     device = cluster.device(0)
     cache = (device.memory_bytes * engine.memory_share - work.weight_bytes - 3e9) / work.cache_bytes_per_token
+    options = engine_options(engine)
+    if case.own:
+        options["spread"] = LENGTHS
     return serve(
-        lambda batch: step_seconds(work, batch, cluster, engine).seconds,
-        input_tokens=case.input_tokens, output_tokens=case.output_tokens, in_flight=case.batch,
-        tokens_per_step=engine.tokens_per_step, mixes=engine.mixes, cache_tokens=max(cache, 1.0),
-        kept_output=engine.output_reserved, lookahead=engine.lookahead, apart_seconds=engine.apart_seconds,
-        spread=0.2 if case.own else engine.drift, overhead_seconds=engine.first_token_seconds,
+        lambda batch: step_seconds(work, batch, cluster, engine).seconds, input_tokens=case.input_tokens,
+        output_tokens=case.output_tokens, in_flight=case.batch, cache_tokens=max(cache, 1.0), **options,
     )  # fmt: skip
 
 

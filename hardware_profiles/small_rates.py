@@ -29,6 +29,7 @@ class SmallRates:
         narrow_fraction: the same of weights of less than 8 bits, which cores unpack.
         cache_fraction: part that reading the cache in decode attention reaches.
         compute_fraction: part of the curve of products that a product inside a step keeps: between others, not alone.
+        grouped_fraction: part that products of many experts in one kernel keep of that again.
         join: exponent p of ``(memory^p + compute^p)^(1/p)``: large for a corner, 1 for the sum.
         widening: seconds of computing with 4-bit weights that are widened to 16 bits, over those of 16-bit weights.
         kernel_seconds: seconds of a kernel in a graph beside its work: start, end, and the gap to the next.
@@ -46,6 +47,7 @@ class SmallRates:
     narrow_fraction: float = 0.58
     cache_fraction: float = 0.7
     compute_fraction: float = 0.8
+    grouped_fraction: float = 0.6
     join: float = 3.0
     widening: float = 1.4
     kernel_seconds: float = 2e-6

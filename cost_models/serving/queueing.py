@@ -11,6 +11,9 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from hardware_profiles.engines import Engine
 
 from .step_table import StepTable
 from .work import Prefill, StepBatch
@@ -57,6 +60,15 @@ class _Request:
     first: float = 0.0
 
 
+def engine_options(engine: Engine) -> dict[str, Any]:
+    """Return what :func:`serve` takes from an engine: how it schedules, and what it adds to the first token."""
+    return {
+        "tokens_per_step": engine.tokens_per_step, "mixes": engine.mixes, "kept_output": engine.output_reserved,
+        "lookahead": engine.lookahead, "apart_seconds": engine.apart_seconds, "spread": engine.drift,
+        "overhead_seconds": engine.first_token_seconds,
+    }  # fmt: skip
+
+
 def serve(
     step: Callable[[StepBatch], float], *, input_tokens: int, output_tokens: int, prefix_tokens: int = 0,
     in_flight: int, tokens_per_step: int, requests_per_second: float | None = None, mixes: bool = True,
@@ -78,7 +90,14 @@ def serve(
         waves: requests of each place that are counted, the first included.
         spread: lengths are even over ``1 - spread`` to 1 times those given; 0 for all alike.
         overhead_seconds: added to the time to the first token: the server and the way to it.
+        apart_seconds: least seconds between requests that reach the scheduler.
+        lookahead: steps that are scheduled ahead, for which a new request waits.
+        kept_output: part of an answer for which a request holds cache from its begin.
+
+    Raises:
+        ValueError: no token, no request or no room in a step.
     """
+    _check(input_tokens, output_tokens, prefix_tokens, in_flight, tokens_per_step, requests_per_second)
     together = -(-in_flight // MOST_PLACES)
     loop = _Loop(StepTable(step, in_flight, input_tokens, output_tokens, prefix_tokens, tokens_per_step),
                  input_tokens, output_tokens, prefix_tokens, tokens_per_step, mixes, spread, together)  # fmt: skip
@@ -87,6 +106,20 @@ def serve(
     loop.apart, loop.lookahead, loop.kept_output = apart_seconds, lookahead, kept_output
     loop.run(min(waves, SIMULATED), requests_per_second)
     return loop.times(waves, overhead_seconds)
+
+
+def _check(
+    input_tokens: int, output_tokens: int, prefix: int, in_flight: int, tokens_per_step: int, rate: float | None
+) -> None:
+    """Refuse a load that nothing can serve."""
+    for name, value in (("input tokens", input_tokens), ("output tokens", output_tokens),
+                        ("requests in flight", in_flight), ("tokens of a step", tokens_per_step)):  # fmt: skip
+        if value < 1:
+            raise ValueError(f"serving with {value} {name}: at least 1 is needed")
+    if not 0 <= prefix < input_tokens:
+        raise ValueError(f"a prefix of {prefix} tokens in a prompt of {input_tokens}: at least one token must be new")
+    if rate is not None and rate <= 0:
+        raise ValueError(f"{rate} requests per second: give a number above 0")
 
 
 class _Loop:

@@ -57,7 +57,7 @@ def _rate(device: Device, small: SmallRates, weights: str, activations: str, gro
         dtype = "bfloat16"  # computed in 16 bits, as engines do on devices without narrower rates
     narrow = dtype.startswith(("float8", "float4"))
     curve = device.efficiency.get("matmul_float8" if narrow else "matmul", device.efficiency["matmul"])
-    peak = peak_flops(device, dtype) * small.compute_fraction
+    peak = peak_flops(device, dtype) * small.compute_fraction * (small.grouped_fraction if grouped else 1.0)
     reached = small.narrow_fraction if WIDTHS[weights] < 1 and not grouped else small.weight_fraction
     widened = small.widening if WIDTHS[weights] < 1 and WIDTHS[activations] > WIDTHS[weights] else 1.0
     return ProductRate(
