@@ -72,9 +72,11 @@ def main(path: str) -> None:
             decode, prefill = fit(half, engine, device)
             engine = with_factors(engine, device, decode, prefill)
             said = ""
-            for part, chosen in (("fitted", half), ("held out", [case for case in rows if not fitted(case)])):
+            rest = [case for case in rows if not fitted(case)]
+            for part, chosen in (("fitted", half), ("held out", rest)):
                 priced = [(case, price(case, engine)) for case in chosen]
-                said += f"; {part} {len(priced)} rows, {off(priced):.1%} per token, {off(priced, True):.1%} to the first"
+                said += f"; {part} {len(priced)} rows, {off(priced):.1%} per token, "
+                said += f"{off(priced, True):.1%} to the first"
             print(f"{name} on {device}: factor {decode:.3g}, with prefills {prefill:.3g}{said}", flush=True)
 
 

@@ -105,8 +105,9 @@ def _suspect(row: dict[str, str], counted: bool) -> str:
         return "two to three times SGLang's time per token in the same layout: no tuned kernels"
     if "0.5.8" in row["backend_version"]:
         return "16 in flight, 7 to 89 s to the first token: the engine held a few"
-    if "Llama" in row["model_path"] and row["backend"] == "trtllm" and row["isl"] == row["osl"] and row["tp_size"] != "8":
-        return "first token later than with longer answers, by 20 tokens: answers are sent 20 tokens at a time"
+    short = row["isl"] == row["osl"] and row["tp_size"] != "8"
+    if "Llama" in row["model_path"] and row["backend"] == "trtllm" and short:
+        return "first token 20 tokens later than with longer answers: answers are sent 20 tokens at a time"
     return ""
 
 
@@ -148,7 +149,7 @@ def price(case: Case, engine: Engine | None = None) -> ServedTimes:
 
 
 def fitted(case: Case) -> bool:
-    """True for the half on which numbers were fitted: workers of 2 and 8 devices; those of 1, 4 and more are held out."""
+    """True for the half on which numbers were fitted: workers of 2 and 8 devices; others are held out."""
     return case.tensor * case.data in (2, 8)
 
 

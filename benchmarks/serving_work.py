@@ -80,7 +80,9 @@ def _rows(config: dict[str, Any], heads: int, kv_heads: int, size: int, layers: 
     return RowWork(2.0 * layers * (2 * 4 * hidden + 2 * attended + 3 * middle), 5 * layers)
 
 
-def _exchanges(config: dict[str, Any], tensor: int, data: int, has_experts: bool, layers: int) -> tuple[StepExchange, ...]:
+def _exchanges(
+    config: dict[str, Any], tensor: int, data: int, has_experts: bool, layers: int
+) -> tuple[StepExchange, ...]:
     row = 2.0 * config["hidden_size"]
     found = []
     if tensor > 1:
@@ -98,6 +100,8 @@ def _weight_bytes(products: list[MatrixProduct], experts: tuple[Experts, ...], c
     return total + 2.0 * config["vocab_size"] * config["hidden_size"]
 
 
-def _cache_bytes(kv_heads: int, size: int, cache: str, full: int, windowed: int, window: int | None) -> tuple[float, float]:
+def _cache_bytes(
+    kv_heads: int, size: int, cache: str, full: int, windowed: int, window: int | None
+) -> tuple[float, float]:
     token = kv_heads * 2 * size * (1.0 if cache == "fp8" else 2.0)
     return full * token, windowed * token * (window or 0)

@@ -1,4 +1,4 @@
-"""Rates of small sizes: what devices reach where weights and caches are streamed for few rows. From data/small_rates.toml.
+"""Rates of small sizes: what devices reach where they stream weights and caches for few rows. From small_rates.toml.
 
 Curves of products (:mod:`.model`) are fitted to products of a thousand rows and more. A decode step has a few rows: it
 streams weights and caches from memory, and its collectives are a few kilobytes.

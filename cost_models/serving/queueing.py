@@ -147,7 +147,8 @@ class _Loop:
         self.held = 0.0  # tokens for which cache is kept
         self.begun = 0.0  # sum over decoding requests of (prompt - steps at their start): contexts without counting
         self.made = self.ended = self.pushed = 0
-        self.sums: list[list[float]] = []  # of each wave: requests, times to the first token, times per token, tokens, end
+        # Of each wave: requests, sums of times to the first token and per token, tokens, the last end.
+        self.sums: list[list[float]] = []
 
     def arrive(self, when: float) -> None:
         """Add a request, at least ``apart`` seconds after the one before."""
@@ -197,7 +198,7 @@ class _Loop:
         return not self.decoding or not self._full()
 
     def _full(self) -> bool:
-        """True if no waiting request can begin before another ends."""
+        """Return True if no waiting request can begin before another ends."""
         head = self.waiting[0]
         if len(self.decoding) >= self.places:
             return True
@@ -313,7 +314,7 @@ def serve_disaggregated(
     context, answered = input_tokens + output_tokens / 2, max(1, output_tokens - 1)
 
     def rate_at(held: float) -> float:
-        """Requests that end in a second where each decode worker holds so many."""
+        """Return the requests that end in a second where each decode worker holds so many."""
         low = max(1, int(held))
         part = min(1.0, max(0.0, held - low))
         few, many = (decode_step(StepBatch((), count, context)) for count in (low, low + 1))

@@ -94,7 +94,7 @@ class StepTable:
         return past_work * self.past_slope
 
     def _added(self, decodes: int) -> tuple[float, float]:
-        """What decodes add to a step with prefills, at the shortest and longest context."""
+        """Return what decodes add to a step with prefills, at the shortest and longest context."""
         most = self.adds.get(0)
         if most is None:
             few = max(1, self.in_flight)

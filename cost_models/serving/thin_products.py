@@ -17,7 +17,7 @@ from hardware_profiles import Device
 from hardware_profiles.small_rates import SmallRates, small_rates_of
 
 WIDTHS = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125, "int4": 0.53125}
-"""Bytes of an element with its part of a scale: of 16 elements in NVFP4 (one byte), of 32 in MXFP4, of 64 in int4 (two)."""
+"""Bytes of an element with its part of a scale: one byte for 16 in NVFP4, for 32 in MXFP4; two for 64 in int4."""
 DTYPES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "float8", "nvfp4": "float4", "mxfp4": "float4"}
 """Formats as the rates of a data sheet name them."""
 OUTPUT_BYTES = 2.0
@@ -68,12 +68,13 @@ def _rate(device: Device, small: SmallRates, weights: str, activations: str, gro
 
 
 def product_seconds(rate: ProductRate, rows: float, n: int, k: int, *, weights_read: float = 1.0) -> float:
-    """Return the seconds of ``weights_read`` products that share ``rows`` rows, without start and end of their kernel."""
+    """Return the seconds of ``weights_read`` products that share ``rows`` rows, without start and end of kernels."""
     if rows <= 0 or weights_read <= 0:
         return 0.0
     each = rows / weights_read
-    compute = 2.0 * ((each + rate.half_m) * (n + rate.half_n) + rate.half_mn / max(1.0, weights_read)) * (k + rate.half_k)
-    compute = weights_read * max(compute * rate.per_flop, 2.0 * each * n * k * rate.least_per_flop)
+    tiles = (each + rate.half_m) * (n + rate.half_n) + rate.half_mn / max(1.0, weights_read)
+    flops = 2.0 * tiles * (k + rate.half_k)
+    compute = weights_read * max(flops * rate.per_flop, 2.0 * each * n * k * rate.least_per_flop)
     memory = (weights_read * n * k * rate.weight_bytes + rows * (k * rate.row_bytes + n * OUTPUT_BYTES)) * rate.per_byte
     low, high = (memory, compute) if memory < compute else (compute, memory)
     return high * (1.0 + (low / high) ** rate.join) ** (1.0 / rate.join)

@@ -37,7 +37,8 @@ LAYERS = 32
 def block(tensor: int = 1, form: str = "bf16", cache: str = "bf16") -> StepWork:
     """A Llama-like model: 4,096 wide, 32 heads over 8 of keys, 14,336 in the middle."""
     products = (
-        MatrixProduct(6144 // tensor, 4096, form, form, LAYERS), MatrixProduct(4096, 4096 // tensor, form, form, LAYERS),
+        MatrixProduct(6144 // tensor, 4096, form, form, LAYERS),
+        MatrixProduct(4096, 4096 // tensor, form, form, LAYERS),
         MatrixProduct(28672 // tensor, 4096, form, form, LAYERS),
         MatrixProduct(4096, 14336 // tensor, form, form, LAYERS),
         MatrixProduct(128256 // tensor, 4096, "bf16", "bf16", 1, REQUESTS),
@@ -147,7 +148,7 @@ def test_the_busiest_rank_gets_more_than_its_share_and_never_all() -> None:
 
 def test_small_all_reduces_are_pushed_and_large_ones_are_the_librarys() -> None:
     small, exchange = small_rates_of(DEVICE), StepExchange("all_reduce", 8192.0, 8)
-    pushed, library = (exchange_seconds(H100, DEVICE, small, exchange, 8192.0, pushes=pushes) for pushes in (True, False))
+    pushed, library = (exchange_seconds(H100, DEVICE, small, exchange, 8192.0, pushes=way) for way in (True, False))
     assert pushed == pytest.approx(small.push_seconds + 8 * small.push_step_seconds
                                    + 7 * 8192 / (450e9 * small.push_fraction))  # fmt: skip
     assert pushed < library
@@ -217,7 +218,11 @@ def test_slow_experts_of_one_gpu() -> None:
     layer = Experts(128, 128, 4, ((5760, 2880), (2880, 2880)), "mxfp4", "bf16", count=36)
     work, batch = StepWork(experts=(layer,)), StepBatch((), 16, 100.0)
     slow = replace(PLAIN, expert_factors={f"mxfp4 on {DEVICE.name}": 3.0, "mxfp4": 9.0})
-    assert seconds(work, batch, slow) == pytest.approx(3 * seconds(work, batch), rel=0.01)
+    price, slower = (step_seconds(work, batch, H100, engine).parts for engine in (PLAIN, slow))
+    assert slower["experts"] == pytest.approx(3 * price["experts"])
+    assert slower["launches"] == price["launches"]
+    more = replace(PLAIN, expert_kernels_on={DEVICE.name: 2 * PLAIN.expert_kernels})
+    assert step_seconds(work, batch, H100, more).parts["launches"] == pytest.approx(2 * price["launches"])
     elsewhere = replace(PLAIN, expert_factors={"mxfp4 on B200": 3.0})
     assert seconds(work, batch, elsewhere) == seconds(work, batch)
 

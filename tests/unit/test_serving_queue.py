@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 
-from cost_models.serving.queueing import APART_SECONDS, serve, serve_disaggregated
+from cost_models.serving.queueing import APART_SECONDS, engine_options, serve, serve_disaggregated
 from cost_models.serving.work import StepBatch
+from hardware_profiles.engines import engine_named
 
 PREFILL, DECODE = 1e-4, 1e-2
 
@@ -62,7 +64,7 @@ def test_the_first_wave_is_a_tenth_of_ten() -> None:
 def test_more_in_flight_never_serves_less() -> None:
     rates = [serve(step, input_tokens=1000, output_tokens=200, in_flight=n, tokens_per_step=2048).tokens_per_second
              for n in (1, 2, 8, 32, 128, 512)]  # fmt: skip
-    assert all(more > 0.97 * few for few, more in zip(rates, rates[1:], strict=False))
+    assert all(more > 0.97 * few for few, more in pairwise(rates))
     assert rates[-1] < 200 / (1000 * PREFILL)  # prefills alone
 
 
@@ -104,6 +106,27 @@ def test_many_in_flight_are_taken_together_without_much_change() -> None:
     alone, pairs = serve(step, in_flight=64, **options), serve(step, in_flight=66, **options)
     assert pairs.first_token_seconds == pytest.approx(alone.first_token_seconds, rel=0.15)
     assert pairs.token_seconds == pytest.approx(alone.token_seconds, rel=0.1)
+
+
+def test_what_an_engine_says_about_its_queue_is_taken() -> None:
+    options = engine_options(engine_named("sglang"))
+    assert options["mixes"] is False and options["tokens_per_step"] == engine_named("sglang").tokens_per_step
+    times = serve(step, input_tokens=1000, output_tokens=10, in_flight=4, **options)
+    assert times.first_token_seconds > engine_named("sglang").first_token_seconds
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"in_flight": 0}, "serving with 0 requests in flight"), ({"output_tokens": 0}, "0 output tokens"),
+        ({"prefix_tokens": 1000}, "a prefix of 1000 tokens in a prompt of 1000"),
+        ({"requests_per_second": 0.0}, "0.0 requests per second"),
+    ],
+)  # fmt: skip
+def test_loads_that_are_refused(wrong: dict[str, float], says: str) -> None:
+    options = {"input_tokens": 1000, "output_tokens": 10, "in_flight": 4, "tokens_per_step": 2048} | wrong
+    with pytest.raises(ValueError, match=says):
+        serve(step, **options)
 
 
 def slow_when_full(batch: StepBatch) -> float:
