@@ -48,7 +48,7 @@ def prefill_attention_seconds(device: Device, attention: Attention, prefill: Pre
 
 
 def _seen(window: int | None, prefill: Prefill) -> float:
-    """Mean number of tokens that a new one sees."""
+    """Return the mean number of tokens that a new one sees."""
     if not prefill.new:
         return 0.0
     if window is None:

@@ -73,5 +73,5 @@ def exchange_seconds(
 
 
 def _machine(cluster: Cluster) -> int:
-    """Devices in the machine of the first rank."""
+    """Return the devices in the machine of the first rank."""
     return cluster.node_of.count(cluster.node_of[0])

@@ -30,7 +30,7 @@ ROW_BYTES = 2.0
 
 
 @dataclass(frozen=True)
-class StepSeconds:
+class StepPrice:
     """The price of a step.
 
     Attributes:
@@ -42,7 +42,11 @@ class StepSeconds:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Engine) -> StepSeconds:
+StepSeconds = StepPrice
+"""The same by another name."""
+
+
+def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Engine) -> StepPrice:
     """Return the seconds of a step in which all requests of a batch advance.
 
     A worker of several stages advances as many parts of the batch at once: each of ``stages`` parts passes all stages.
@@ -57,7 +61,7 @@ def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Eng
         price = step_seconds(replace(work, stages=1), _part(batch, work.stages), cluster, engine)
         parts = {name: work.stages * seconds for name, seconds in price.parts.items()}
         parts["host"] = price.parts["host"]
-        return StepSeconds(sum(parts.values()), parts)
+        return StepPrice(sum(parts.values()), parts)
     device = cluster.device(0)
     small = small_rates_of(device)
     parts = {
@@ -76,11 +80,11 @@ def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Eng
     factor = engine.factor(device.name, bool(batch.prefills))
     parts = {name: factor * seconds for name, seconds in parts.items()}
     parts["host"] = engine.host_seconds + engine.request_seconds * batch.requests
-    return StepSeconds(sum(parts.values()), parts)
+    return StepPrice(sum(parts.values()), parts)
 
 
 def _part(batch: StepBatch, stages: int) -> StepBatch:
-    """One of several parts of a batch that pass the stages one after the other."""
+    """Return one of several parts of a batch that pass the stages one after the other."""
     if len(batch.prefills) >= stages:
         prefills = batch.prefills[: -(-len(batch.prefills) // stages)]
     else:
@@ -129,7 +133,7 @@ def _exchanges(
 
 
 def _rows(work: StepWork, batch: StepBatch, device: Device, small: SmallRates, engine: Engine) -> float:
-    """Work on rows; an engine that fuses reads and writes them once between two products."""
+    """Price work on rows; an engine that fuses reads and writes them once between two products."""
     n_bytes = work.rows.bytes_per_token
     if engine.fuses:
         between = sum(p.count * (p.n + p.k) for p in work.products if p.rows == TOKENS) * ROW_BYTES
@@ -146,7 +150,7 @@ def _sampling(work: StepWork, batch: StepBatch, device: Device, small: SmallRate
 
 
 def _kernels(work: StepWork, engine: Engine, device: Device) -> float:
-    """Kernels of a step."""
+    """Count the kernels of a step."""
     products = sum(p.count for p in work.products)
     between = sum(p.count for p in work.products if p.rows == TOKENS)
     casts = sum(p.count for p in work.products if WIDTHS[p.activations] < 2) if not engine.fuses_casts else 0

@@ -108,7 +108,7 @@ class StepTable:
 
 
 def _counts(in_flight: int) -> list[int]:
-    """Numbers of decodes at which steps are priced: powers of two, and the most."""
+    """Return numbers of decodes at which steps are priced: powers of two, and the most."""
     found = [1]
     while found[-1] * 2 < in_flight:
         found.append(found[-1] * 2)
