@@ -122,13 +122,16 @@ def cluster_named(system: str) -> Cluster:
 
 
 @functools.cache
-def work_for(model: str, precision: str, own: bool, engine: str, tensor: int, data: int, expert: int) -> StepWork:
+def work_for(
+    model: str, precision: str, own: bool, engine: str, system: str, tensor: int, data: int, expert: int
+) -> StepWork:
     """Return the work of a case."""
     form = {"fp8": "fp8", "fp4": "nvfp4", "": "bf16"}[precision]
     cache = "fp8" if (own or engine == "trtllm") and precision else "bf16"
     if model == "gpt-oss-120b":
+        activations = "fp8" if system in ("b200_sxm", "gb200") else "bf16"  # B200 multiplies MXFP4 by MXFP8
         return work_of(config_of(model), weights="bf16", cache=cache, tensor=tensor, attention_data=data,
-                       expert=expert, expert_weights="mxfp4")  # fmt: skip
+                       expert=expert, expert_weights="mxfp4", expert_activations=activations)  # fmt: skip
     return work_of(config_of(model), weights=form, cache=cache, tensor=tensor, attention_data=data, expert=expert)
 
 
@@ -136,7 +139,7 @@ def price(case: Case, engine: Engine | None = None) -> ServedTimes:
     """Return the predicted times of a case."""
     engine = engine or engine_named(ENGINES[case.engine])
     cluster = cluster_named(case.system)
-    work = work_for(case.model, case.precision, case.own, case.engine, case.tensor, case.data, case.expert)
+    work = work_for(case.model, case.precision, case.own, case.engine, case.system, case.tensor, case.data, case.expert)
     device = cluster.device(0)
     cache = (device.memory_bytes * engine.memory_share - work.weight_bytes - 3e9) / work.cache_bytes_per_token
     options = engine_options(engine)

@@ -20,7 +20,7 @@ def config_of(model: str) -> dict[str, Any]:
 
 def work_of(
     config: dict[str, Any], *, weights: str, cache: str, tensor: int, attention_data: int = 1, expert: int = 1,
-    expert_weights: str | None = None,
+    expert_weights: str | None = None, expert_activations: str | None = None,
 ) -> StepWork:
     """Return the work of a step on one rank of a worker of ``tensor * attention_data`` devices.
 
@@ -32,6 +32,7 @@ def work_of(
         attention_data: ranks that attend to requests of their own.
         expert: expert parallel ranks.
         expert_weights: format of the experts' weights where they differ.
+        expert_activations: format in which the experts' products are computed; None for that of their weights.
     """
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     heads, size = config["num_attention_heads"] // tensor, config["head_dim"]
@@ -50,7 +51,7 @@ def work_of(
         form = expert_weights or weights
         experts = (
             Experts(n_experts // expert, n_experts, config["num_experts_per_tok"],
-                    ((2 * middle, hidden), (hidden, middle)), form, "bf16" if form == "mxfp4" else form,
+                    ((2 * middle, hidden), (hidden, middle)), form, expert_activations or form,
                     attention_data, layers),
         )  # fmt: skip
         products.append(MatrixProduct(n_experts, hidden, "bf16", "bf16", layers))
