@@ -1,0 +1,26 @@
+"""Print the options of ``vllm serve`` as its own parser has them, as JSON: names, and values where they are few."""
+
+import json
+from importlib.metadata import version
+
+from vllm.entrypoints.common.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+def parser():
+    """Return vLLM's own parser of the command line of ``vllm serve``."""
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def fields():
+    options = {}
+    for action in parser()._actions:
+        choices = None if action.choices is None else sorted(map(str, action.choices))
+        for name in action.option_strings:
+            if name.startswith("--") and name != "--help" and not name.startswith("--no-"):
+                options[name[2:].replace("_", "-")] = choices if choices is None or len(choices) <= 60 else None
+    return {"version": version("vllm"), "options": dict(sorted(options.items()))}
+
+
+if __name__ == "__main__":
+    print(json.dumps(fields(), indent=1))
