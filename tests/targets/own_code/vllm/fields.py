@@ -1,7 +1,10 @@
 """Print the options of ``vllm serve`` as its own parser has them, as JSON: names, and values where they are few."""
 
 import json
+import os
 from importlib.metadata import version
+
+os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # this machine has no GPU, and defaults of options ask for a platform
 
 from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
