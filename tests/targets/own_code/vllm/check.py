@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 KEPT = Path(__file__).parents[4] / "autopar/targets/engines/vllm/fields.json"
 QUANTIZED = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
+PARSER, _ = fields.parsers()
 CACHES = {"bf16": "bfloat16", "fp8": "fp8", "nvfp4": "nvfp4"}
 
 
@@ -19,7 +20,7 @@ def options_of(folder, phase):
     script = (folder / "serve.sh").read_text()
     body = script.partition(f"\n{phase})\n")[2].partition("\n;;")[0] if f"\n{phase})" in script else script
     others = re.search(r"OTHERS=\(--headless *(.*)\)$", body, re.M)
-    words = body[body.index("exec vllm serve") :].replace("\\\n", " ").split()[2:]
+    words = body[body.index("exec vllm serve") :].replace("\\\n", " ").split()[3:]
     if others:
         local = re.search(r"NODE_RANK \* (\d+)", others[1])
         words[words.index('"${OTHERS[@]}"') :] = ["--headless", *(
@@ -34,7 +35,8 @@ def options_of(folder, phase):
 
 def check(folder, worker, plan):
     """Return what vLLM made of one worker."""
-    args = fields.parser().parse_args(options_of(folder, worker["phase"]))
+    args = PARSER.parse_args(["serve", *options_of(folder, worker["phase"])])
+    assert args.model_tag == "m" and args.port == 8123
     engine = AsyncEngineArgs.from_cli_args(args)
     layout, formats, load = worker["layout"], plan["formats"], plan["load"]
     data = layout["attention_data"]

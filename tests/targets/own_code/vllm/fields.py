@@ -10,14 +10,15 @@ from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
-def parser():
-    """Return vLLM's own parser of the command line of ``vllm serve``."""
-    return make_arg_parser(FlexibleArgumentParser())
+def parsers():
+    """Return vLLM's own parser of its command line, and that of its command ``serve``."""
+    top = FlexibleArgumentParser()
+    return top, make_arg_parser(top.add_subparsers(dest="subparser").add_parser("serve"))
 
 
 def fields():
     options = {}
-    for action in parser()._actions:
+    for action in parsers()[1]._actions:
         choices = None if action.choices is None else sorted(map(str, action.choices))
         for name in action.option_strings:
             if name.startswith("--") and name != "--help" and not name.startswith("--no-"):
