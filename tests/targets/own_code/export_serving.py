@@ -1,4 +1,5 @@
-"""Serving plans of one engine, exported into a folder each: ``python export_serving.py NAME FOLDER``.
+"""Serving plans of one engine, exported into a folder each: ``python export_serving.py NAME FOLDER``,
+with ``tests/`` among the paths of modules.
 
 The plans are random, from seeds (``tests/targets/serving_plans.py``), as many as ``cases.toml`` says; those that the
 engine refuses are counted. Each folder has beside the files of the export the plan as ``case.json``.
@@ -12,15 +13,14 @@ import tomllib
 from dataclasses import asdict
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
-
 from targets.serving_plans import CLUSTER, random_plan
 
 from autopar.errors import PlanError
 from autopar.targets.engines import engine_named
 from autopar.targets.engines.serving_engine import deployment_of, export_to
 from hardware_profiles import load_cluster
+
+HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:

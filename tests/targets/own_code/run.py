@@ -45,7 +45,7 @@ def check(folder: Path) -> bool:
     """Export a trainer's cases and let its own code read them; return whether it accepts all."""
     out = EXPORTS / folder.name
     shutil.rmtree(out, ignore_errors=True)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     serves = "plans" in tomllib.loads((folder / "cases.toml").read_text())
     exporter = "export_serving.py" if serves else "export_all.py"
