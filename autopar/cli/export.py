@@ -41,8 +41,8 @@ RECORD = "autopar.json"
 
 def export(
     path: PlanPath,
-    to: Annotated[str, typer.Option("--to", help="The trainer: fsdp2, torchtitan, megatron, deepspeed, accelerate; of a "
-                                            "serving plan the engine: vllm, sglang, tensorrt-llm, dynamo.")],
+    to: Annotated[str, typer.Option("--to", help="The trainer: fsdp2, torchtitan, megatron, deepspeed, accelerate; "
+                                            "for serving the engine: vllm, sglang, tensorrt-llm, dynamo.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it is made.")],
     model: ModelOption = None,
     trust: Trust = False,

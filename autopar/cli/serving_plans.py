@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cli.common import out, print_json, print_lines
+from autopar.cli.common import out, print_lines
 from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def show_serving(plan: ServingPlan, as_json: bool) -> None:
     if as_json:
         from autopar.inference.plan_file import dumps
 
-        print_json(parse_json(dumps(plan)))
+        sys.stdout.write(dumps(plan))  # a plan file, which has a version of its own
         return
     from autopar.targets.engines.scripts import head
 

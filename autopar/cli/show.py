@@ -75,7 +75,7 @@ def show(
     """
     if serving := serving_plan_in(path):
         if code or every or stage is not None or model is not None:
-            raise UsageError(f"{path} is a serving plan, which has no --code, --stage, --all or --model; leave them out")
+            raise UsageError(f"{path} is a serving plan, which has no --code, --stage, --all or --model; drop them")
         show_serving(serving, as_json)
         return
     document = open_plan(path)

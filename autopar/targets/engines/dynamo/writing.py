@@ -53,7 +53,7 @@ def refuses(deployment: Deployment, worker: Worker) -> str:
     why = engine.refuses(deployment, worker)
     if not why and deployment.nodes(worker) > 1 and worker.layout.attention_data > 1 and engine.name == "vllm":
         return (f"attention_data={worker.layout.attention_data} over {deployment.nodes(worker)} machines: ranks of "
-                "each machine are options that differ between its pods; use one machine, or export to vllm")  # fmt: skip
+                "each machine are options that differ between its pods; use one machine or export to vllm")  # fmt: skip
     return why and f"{engine.title}: {why}"
 
 

@@ -88,8 +88,8 @@ def write(deployment: Deployment) -> EngineFiles:
         notes.append("SGLang's steps are prefills or decodes; --enable-mixed-chunk joins both in one step, as the plan "
                      "does")  # fmt: skip
     if any(min(w.layout.attention_data, w.layout.tensor) > 1 for w in deployment.plan.workers):
-        notes.append("dense layers are cut over all ranks of tp-size there, over tensor ranks in the plan: less memory, "
-                     "larger collectives")  # fmt: skip
+        notes.append("dense layers are cut over all ranks of tp-size there, over tensor ranks in the plan: less memory "
+                     "and larger collectives")  # fmt: skip
     if any(worker.layout.context > 1 for worker in deployment.plan.workers):
         notes.append("--enable-prefill-cp works for models whose attention supports it; SGLang stops at the start "
                      "where the model's does not")  # fmt: skip
