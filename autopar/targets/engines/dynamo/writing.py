@@ -39,9 +39,8 @@ def engine_of(deployment: Deployment) -> tuple[ServingEngine, str]:
 def settings(deployment: Deployment, worker: Worker) -> Settings:
     """Return the options of a worker: its engine's, and which phase it is for where SGLang's own do not say it."""
     engine, backend = engine_of(deployment)
-    options = engine.settings(deployment, worker)
-    if backend == "trtllm":
-        options = {"override-engine-args": options}
+    own = engine.settings(deployment, worker)
+    options: Settings = {"override-engine-args": own} if backend == "trtllm" else own
     if deployment.apart:
         options["disaggregation-mode"] = worker.phase
     return options
