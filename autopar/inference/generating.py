@@ -117,7 +117,10 @@ class EncoderCalls:
             )
         main = given[self.main_input_name]
         whole = {name: self._padded(name, given.get(name), main) for name in self.example}
-        return BaseModelOutput(last_hidden_state=self.calls.encode(whole))  # type: ignore[arg-type]
+        states = self.calls.encode(whole)
+        if main.ndim == 2 and main.shape[1] < self.example[self.main_input_name].shape[1]:
+            states = states[:, : main.shape[1]]
+        return BaseModelOutput(last_hidden_state=states)  # type: ignore[arg-type]
 
     def _padded(self, name: str, tensor: torch.Tensor | None, main: torch.Tensor) -> torch.Tensor:
         """Return an input of the example's shape but for the rows: tokens are filled up, and masked."""
@@ -246,7 +249,8 @@ class Generates(GenerationMixin):
             states = given["encoder_outputs"][0]
             source["source_mask"] = self._source_mask(given.get("attention_mask"), states)
             if start == 0:
-                source["source_states"] = states
+                more = self.shapes.source_length - states.shape[1]
+                source["source_states"] = torch.nn.functional.pad(states, (0, 0, 0, more)) if more else states
         logits = calls.advance(tokens, start, positions, masks, source)
         own.held.count += count
         if self.encoder_calls is not None:
@@ -278,14 +282,14 @@ class Generates(GenerationMixin):
     def _source_mask(self, mask: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
         """Return what of the encoder's output is attended to, ``[rows, 1, 1, source_length]``."""
         rows, length = states.shape[:2]
-        if mask is None or (mask.shape[1] > length and bool(mask.all())):
+        if mask is None or (mask.shape[1] != length and bool(mask.all())):
             mask = torch.ones(rows, length, device=states.device)
-        if mask.shape[1] > length:
+        if mask.shape[1] != length:
             raise RunError(
                 f"attention_mask has {mask.shape[1]} entries for an encoder's output of {length} positions: a mask of "
                 "an input that the encoder shortens cannot be run on ranks; leave it out"
             )
-        bits = torch.nn.functional.pad(mask.bool(), (0, length - mask.shape[1]))
+        bits = torch.nn.functional.pad(mask.bool(), (0, self.shapes.source_length - length))
         return self._as_added(bits[:, None, None])
 
     def _as_added(self, bits: torch.Tensor) -> torch.Tensor:
