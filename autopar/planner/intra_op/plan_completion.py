@@ -30,21 +30,22 @@ from autopar.words.placements import PENDING, State, whole_state
 
 
 def demand(
-    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, decided: Mapping[int, Strategy], *, partly: bool = False
+    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, decided: Mapping[int, Strategy], *, partly: bool = False,
+    stored: Mapping[str, State] | None = None,
 ) -> tuple[dict[int, Strategy], dict[str, State]]:
     """Return the strategies of the undecided operators, and the placements of buffers.
 
     Backwards through the graph: if all readers of a tensor want the same shard, and its op can make just that, it
     does (positions and masks are made sharded); else it is computed whole and sliced, which costs nothing.
 
-    ``partly``: more is to be decided, so buffers need not agree yet.
+    ``partly``: more is to be decided, so buffers need not agree yet. ``stored``: placements of buffers that are known.
     """
     whole = whole_state(mesh)
     chosen = dict(decided)
     uncut = held_whole(graph)
     wanted: dict[Ref, set[State]] = {}
-    for ref in graph.updates.values():
-        wanted.setdefault(ref, set()).add(whole)
+    for name, ref in graph.updates.items():
+        wanted.setdefault(ref, set()).add((stored or {}).get(name, whole))
     for out in graph.outputs:
         if isinstance(out, Ref):
             wanted.setdefault(out, set()).add(whole)
@@ -170,7 +171,7 @@ def complete(  # noqa: PLR0913  (all that a solver decided)
         PlanError: a tensor cannot be brought to where it is wanted.
     """
     mesh = pricer.mesh
-    chosen, buffer_states = demand(graph, rules, mesh, decided)
+    chosen, buffer_states = demand(graph, rules, mesh, decided, stored=buffers)
     buffer_states.update(buffers or {})
     whole_grad, whole = whole_state(mesh, True), whole_state(mesh)
     owned: dict[int, ParamChoice] = {}
