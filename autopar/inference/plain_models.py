@@ -14,7 +14,7 @@ powers of two, the longest first, and a sequence of 37 tokens in pieces of 32, 4
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,11 +62,16 @@ class PassedCaches(torch.nn.Module):
         return given[0]  # type: ignore[no-any-return]
 
 
-def changed_buffers(model: torch.nn.Module, example: tuple[torch.Tensor, ...]) -> tuple[str, ...]:
-    """Return the names of the buffers that one forward changes, and leave them as they were.
+def changed_buffers(
+    model: torch.nn.Module, example: tuple[torch.Tensor, ...]
+) -> tuple[tuple[str, ...], int | None]:  # fmt: skip
+    """Return the names of the buffers that one forward changes, and how many tokens of a sequence they hold.
+
+    The buffers are left as they were. The dim of tokens is the one in which exactly the example's positions are
+    written; None where there are no positions or more than one such dim.
 
     Raises:
-        CaptureError: none does; or one does not begin with zeros, which it has at the beginning of each sequence.
+        CaptureError: a changed buffer does not begin with zeros, as it does at the beginning of each sequence.
     """
     before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()}
     training = model.training
@@ -81,20 +86,26 @@ def changed_buffers(model: torch.nn.Module, example: tuple[torch.Tensor, ...]) -
         name for name, (buffer, version, _) in before.items()
         if after[name] is not buffer or after[name]._version != version
     ]  # fmt: skip
+    lengths: set[int] = set()
     for name in changed:
+        _, _, old = before[name]
+        if not old.is_meta and bool(old.any()):
+            raise CaptureError(
+                f"buffer {name} of {type(model).__name__} changes in forward and does not begin with zeros, as a cache "
+                "does at the beginning of every sequence: pass a model that has not been called"
+            )
+        if len(example) > 1 and not old.is_meta:
+            lengths.update(_written_sizes(after[name], example[1]))
         with torch.no_grad():
-            after[name].copy_(before[name][2])
-    if not changed:
-        raise CaptureError(
-            f"forward of {type(model).__name__} changes no buffer: a model that generates keeps keys and values in "
-            "buffers, or is handed them as forward(tokens, positions, caches), with an example of these"
-        )
-    if odd := [name for name in changed if bool(before[name][2].any())]:
-        raise CaptureError(
-            f"{first_few(odd)} of {type(model).__name__} changes in forward and does not begin with zeros, as a cache "
-            "does at the beginning of every sequence: pass a model that has not been called"
-        )
-    return tuple(changed)
+            after[name].copy_(old)
+    return tuple(changed), lengths.pop() if len(lengths) == 1 else None
+
+
+def _written_sizes(cache: torch.Tensor, positions: torch.Tensor) -> set[int]:
+    """Return the sizes of the dims of a cache, which was empty, that are written at exactly some positions."""
+    at = {*positions.flatten().tolist()}
+    written = cache.nonzero()
+    return {size for dim, size in enumerate(cache.shape) if size > len(at) and {*written[:, dim].tolist()} == at}
 
 
 class TokenLoop:
@@ -202,23 +213,3 @@ def given_generate(module: Any, kind: type, loop: TokenLoop) -> Any:
     own = getattr(kind, "generate", None)
     module.generate = loop.generate if own is None else types.MethodType(own, module)
     return module
-
-
-def longest_of(example: tuple[Any, ...], names: Mapping[str, torch.Tensor]) -> int:
-    """Return how many tokens of a sequence the caches hold: the dim that all floating ones have, and no position passes.
-
-    Args:
-        example: tokens ``[rows, tokens]``, and positions.
-        names: the caches, by name: of each, one of ``[rows, heads, length, size]`` or ``[rows, length, heads, size]``.
-
-    Raises:
-        CaptureError: the caches do not say it.
-    """
-    caches = [cache for cache in names.values() if cache.is_floating_point() and cache.ndim >= 3]
-    shared = set.intersection(*({*cache.shape[1:-1]} for cache in caches)) if caches else set()
-    if not shared:
-        raise CaptureError(
-            f"the caches of shapes {first_few([str(list(cache.shape)) for cache in names.values()])} do not say how "
-            "many tokens of a sequence they hold: pass cache_length="
-        )
-    return max(shared)
