@@ -554,6 +554,7 @@ def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> PlanRequ
     request = request_of(wanted, whole=True)
     if given["mode"] == TRAINING:
         return request
+    request = replace(request, microbatches=1, numbers=None)  # a cache has the rows of the whole batch
     return replace(request, may_recompute=False, pins=replace(request.pins, mode=given["mode"]))
 
 
