@@ -22,7 +22,7 @@ from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
 from autopar.comparison.same_model import check_capture, check_same_model
 from autopar.errors import CaptureError, ClusterError, PlanError, first_few
-from autopar.inference.prepared import prepared
+from autopar.inference.prepared import made_ready
 from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether
 from autopar.parallelizing.call_examples import example_of, split_example, split_inputs
@@ -385,7 +385,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
         RunError: a parameter or buffer of a model on the meta device gets no value.
         ClusterError, MeshError, PlanError, AutoparError: an argument names what there is not, or cannot be.
     """
-    ready = prepared(model, example_inputs, example_kwargs, cache_length) if mode == INFERENCE else None
+    ready = made_ready(model, example_inputs, example_kwargs, cache_length) if mode == INFERENCE else None
     if ready is not None:
         model, example_inputs, example_kwargs = ready.module, ready.args, ready.kwargs
     given = dict(locals())

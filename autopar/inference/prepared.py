@@ -38,7 +38,7 @@ class Prepared:
     finished: Callable[[Any], Any]
 
 
-def prepared(
+def made_ready(
     model: torch.nn.Module, inputs: Any, example_kwargs: Mapping[str, Any] | None, cache_length: int | None
 ) -> Prepared | None:
     """Return a model with its caches as buffers; None for one that keeps none, and is called like any other.
