@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar.errors import RunError
 
@@ -161,10 +162,20 @@ class CacheCalls:
         return self._run({"source": {name: self._filled(tensor) for name, tensor in source.items()}})[:rows]
 
     def permute(self, rows: torch.Tensor) -> None:
-        """Move sequences: row ``i`` of the caches becomes what row ``rows[i]`` was."""
+        """Move sequences: row ``i`` of the caches becomes what row ``rows[i]`` was.
+
+        Args:
+            rows: int64 ``[rows]``, the same on all ranks.
+        """
         self.check_rows(len(rows))
-        rest = torch.arange(len(rows), self.rows, device=rows.device)
-        self._run({"rows": torch.cat([rows, rest])})
+        every = torch.cat([rows, torch.arange(len(rows), self.rows, device=rows.device)])
+        with torch.no_grad():
+            for name in self.cache_names:
+                cache = getattr(self.module, name)
+                if isinstance(cache, DTensor):
+                    _permute_parts(cache, every)
+                else:
+                    cache.copy_(cache.index_select(0, every))
 
     def _called(self, call: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._run({name: self._filled(tensor) for name, tensor in call.items()})
@@ -178,6 +189,16 @@ class CacheCalls:
         more = self.rows - tensor.shape[0]
         filled = torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])]) if more > 0 else tensor
         return filled.contiguous()
+
+
+def _permute_parts(cache: DTensor, rows: torch.Tensor) -> None:
+    """Move rows of a cache in pieces: within each rank's piece, or all of them where the rows themselves are cut."""
+    local = cache.to_local()
+    if not any(placement.is_shard(0) for placement in cache.placements):
+        local.copy_(local.index_select(0, rows))
+        return
+    whole = cache.full_tensor().index_select(0, rows)
+    local.copy_(distribute_tensor(whole, cache.device_mesh, cache.placements, src_data_rank=None).to_local())
 
 
 def _behind(tensor: torch.Tensor, more: int, dim: int) -> torch.Tensor:

@@ -181,7 +181,6 @@ class CachedModel(torch.nn.Module):
         window_mask: torch.Tensor | None = None,
         source_states: torch.Tensor | None = None,
         source_mask: torch.Tensor | None = None,
-        rows: torch.Tensor | None = None,
         source: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Advance all rows by some tokens, and return the logits behind the last one of each row.
@@ -196,14 +195,11 @@ class CachedModel(torch.nn.Module):
             source_states: output of the encoder ``[rows, source_length, size]``, in the first call; its keys and values
                 are kept for the others.
             source_mask: what of the encoder's output is attended to, ``[rows, 1, 1, source_length]``.
-            rows: permutes the sequences of the cache instead, int64 ``[rows]``, as beam search does.
             source: runs the encoder instead, on these inputs.
 
         Returns:
-            Logits ``[rows, 1, vocabulary]``; the encoder's output; or ``rows``.
+            Logits ``[rows, 1, vocabulary]``; or the encoder's output.
         """
-        if rows is not None:
-            return self._permuted(rows)
         if source is not None:
             return self.model.get_encoder()(**source, return_dict=True).last_hidden_state  # type: ignore[no-any-return]
         assert tokens is not None and places is not None and last is not None
@@ -244,12 +240,6 @@ class CachedModel(torch.nn.Module):
         """Return what stands for the encoder's output where its keys and values are in the cache: it is not read."""
         dtype = next(self.model.parameters()).dtype
         return torch.zeros(tokens.shape[0], self.shapes.source_length, 1, dtype=dtype, device=tokens.device)
-
-    def _permuted(self, rows: torch.Tensor) -> torch.Tensor:
-        for name in self.cache_names():
-            cache = getattr(self, name)
-            cache.copy_(cache.index_select(0, rows))
-        return rows
 
     def cache_names(self) -> tuple[str, ...]:
         """Return the names of the buffers that are caches."""
