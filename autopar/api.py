@@ -26,7 +26,7 @@ from autopar.inference.prepared import made_ready
 from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether
 from autopar.parallelizing.call_examples import example_of, split_example, split_inputs
-from autopar.parallelizing.forward_only import INFERENCE, TRAINING, of_mode, ready_for
+from autopar.parallelizing.forward_only import INFERENCE, TRAINING, ready_for
 from autopar.parallelizing.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
 from autopar.planner import planning
 from autopar.planner.layouts.pricing import PricedLayouts
@@ -475,7 +475,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             if plan is None:
                 where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, records)
                 return planning.find(model, captured, lambda: first(1), where, n, request, name)
-            return of_mode(outcome_of(plan, part, get_cluster(cluster) if cluster is not None else None), mode)
+            return outcome_of(plan, part, get_cluster(cluster) if cluster is not None else None, mode)
 
         def part(microbatches: int) -> Captured:
             """Return the capture of one of `microbatches` parts of the batch."""

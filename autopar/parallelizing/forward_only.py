@@ -57,14 +57,22 @@ def of_mode(outcome: Outcome, mode: str) -> Outcome:
     """
     plan = outcome.plan
     n_bytes = sum(stage.price.gradient_bytes + stage.price.optimizer_bytes for stage in plan.stages)
-    made_for = plan.pins.mode or (TRAINING if n_bytes or mode == TRAINING else INFERENCE)
+    check_mode_of_plan(plan.pins.mode or (TRAINING if n_bytes or mode == TRAINING else INFERENCE), mode)
+    if mode == TRAINING or plan.pins.mode:
+        return outcome
+    return replace(outcome, plan=replace(plan, pins=replace(plan.pins, mode=mode)))
+
+
+def check_mode_of_plan(made_for: str, mode: str) -> None:
+    """Refuse a plan that was made for another mode than that in which it is to run.
+
+    Raises:
+        PlanError: with both.
+    """
     if made_for != mode:
         raise PlanError(
             f"the plan was made for {made_for}, and mode is '{mode}': give mode='{made_for}', or plan again for {mode}"
         )
-    if mode == TRAINING or plan.pins.mode:
-        return outcome
-    return replace(outcome, plan=replace(plan, pins=replace(plan.pins, mode=mode)))
 
 
 @contextlib.contextmanager
