@@ -385,10 +385,17 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
         RunError: a parameter or buffer of a model on the meta device gets no value.
         ClusterError, MeshError, PlanError, AutoparError: an argument names what there is not, or cannot be.
     """
-    ready = made_ready(model, example_inputs, example_kwargs, cache_length) if mode == INFERENCE else None
-    if ready is not None:
-        model, example_inputs, example_kwargs = ready.module, ready.args, ready.kwargs
     given = dict(locals())
+    ready = made_ready(model, example_inputs, example_kwargs, cache_length) if mode == INFERENCE else None
+    encoder = None
+    if ready is not None:
+        if ready.encoder is not None:
+            of_encoder, call = ready.encoder
+            options = {**given, "model": of_encoder, "example_inputs": (), "example_kwargs": call}
+            encoder = parallelize(**ready.options_of(of_encoder, options))
+        model, example_inputs, example_kwargs = ready.module, ready.args, ready.kwargs
+        given = ready.options_of(model, {**given, "model": model})
+        given.update(example_inputs=example_inputs, example_kwargs=example_kwargs)
     of_model = model if isinstance(model, torch.nn.Module) else None
     ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS, of_model)
     if mesh is None:
@@ -535,7 +542,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
                 move.to(run, group)
         run.user.free(run.device)
         begin(run)
-        return pm if ready is None else ready.finished(pm)
+        return pm if ready is None else ready.finished(pm, encoder)
 
 
 def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> PlanRequest:

@@ -44,13 +44,15 @@ class CacheCalls:
         rows, length: sequences of the cache, and tokens of each.
         cache_names: buffers of the module that are caches.
         positions: whether the model is told the numbers of its tokens.
+        encoder: the module of an encoder, called by its inputs.
     """
 
     def __init__(
-        self, module: Any, rows: int, length: int, cache_names: tuple[str, ...], positions: bool = True
-    ) -> None:
+        self, module: Any, rows: int, length: int, cache_names: tuple[str, ...], positions: bool = True,
+        encoder: Any = None,
+    ) -> None:  # fmt: skip
         self.module, self.rows, self.length, self.cache_names = module, rows, length, cache_names
-        self.positions = positions
+        self.positions, self.encoder = positions, encoder
         self.holder: object | None = None
 
     def begin(self, holder: object) -> None:
@@ -159,7 +161,9 @@ class CacheCalls:
         """Return the encoder's output for inputs of at most as many rows as the cache has."""
         rows = next(iter(source.values())).shape[0]
         self.check_rows(rows)
-        return self._run({"source": {name: self._filled(tensor) for name, tensor in source.items()}})[:rows]
+        with torch.no_grad():
+            states: torch.Tensor = self.encoder(**{name: self._filled(tensor) for name, tensor in source.items()})
+        return states[:rows]
 
     def permute(self, rows: torch.Tensor) -> None:
         """Move sequences: row ``i`` of the caches becomes what row ``rows[i]`` was.
@@ -178,11 +182,8 @@ class CacheCalls:
                     cache.copy_(cache.index_select(0, every))
 
     def _called(self, call: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self._run({name: self._filled(tensor) for name, tensor in call.items()})
-
-    def _run(self, call: Mapping[str, Any]) -> torch.Tensor:
         with torch.no_grad():
-            return self.module(**call)  # type: ignore[no-any-return]
+            return self.module(**{name: self._filled(tensor) for name, tensor in call.items()})  # type: ignore[no-any-return]
 
     def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of as many rows as the cache has."""

@@ -173,15 +173,14 @@ class CachedModel(torch.nn.Module):
 
     def forward(
         self,
-        tokens: torch.Tensor | None = None,
-        places: torch.Tensor | None = None,
-        last: torch.Tensor | None = None,
+        tokens: torch.Tensor,
+        places: torch.Tensor,
+        last: torch.Tensor,
         positions: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
         window_mask: torch.Tensor | None = None,
         source_states: torch.Tensor | None = None,
         source_mask: torch.Tensor | None = None,
-        source: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Advance all rows by some tokens, and return the logits behind the last one of each row.
 
@@ -195,14 +194,10 @@ class CachedModel(torch.nn.Module):
             source_states: output of the encoder ``[rows, source_length, size]``, in the first call; its keys and values
                 are kept for the others.
             source_mask: what of the encoder's output is attended to, ``[rows, 1, 1, source_length]``.
-            source: runs the encoder instead, on these inputs.
 
         Returns:
-            Logits ``[rows, 1, vocabulary]``; or the encoder's output.
+            Logits ``[rows, 1, vocabulary]``.
         """
-        if source is not None:
-            return self.model.get_encoder()(**source, return_dict=True).last_hidden_state  # type: ignore[no-any-return]
-        assert tokens is not None and places is not None and last is not None
         encodes = bool(self.shapes.source_layers)
         call: dict[str, Any] = {"past_key_values": self._cache(places, source_states), "use_cache": True}
         masks = mask
@@ -248,6 +243,50 @@ class CachedModel(torch.nn.Module):
             for prefix, layers in (("", self.shapes.layers), ("source_", self.shapes.source_layers or {}))
             for i in layers for what in ("keys", "values")
         )  # fmt: skip
+
+
+class EncoderModel(torch.nn.Module):
+    """The encoder of a model, apart from it: it runs once for each input, by a plan of its own.
+
+    Args:
+        encoder: taken out of the model.
+        path: where it was.
+    """
+
+    def __init__(self, encoder: Any, path: str) -> None:
+        super().__init__()
+        self.path = path
+        *above, name = path.split(".")
+        place: torch.nn.Module = self
+        for one in above:  # so that operators and parameters have the names that they have in the model
+            place.add_module(one, torch.nn.Module())
+            place = place.get_submodule(one)
+        place.add_module(name, encoder)
+
+    def forward(self, **source: torch.Tensor) -> torch.Tensor:
+        """Return the output ``[rows, positions, size]`` for inputs by argument."""
+        encoder: Any = self.get_submodule(self.path)
+        return encoder(**source, return_dict=True).last_hidden_state  # type: ignore[no-any-return]
+
+
+class TakenOut(torch.nn.Module):
+    """What stands where the encoder was."""
+
+
+def encoder_taken_out(module: CachedModel) -> EncoderModel:
+    """Return the encoder of a model, and leave the rest without it; weights that both read are copied."""
+    encoder: torch.nn.Module = module.model.get_encoder()
+    path = next(name for name, one in module.named_modules() if one is encoder)
+    above, _, name = path.rpartition(".")
+    module.get_submodule(above).register_module(name, TakenOut())
+    rest = {id(param) for param in module.parameters()}
+    copies: dict[int, torch.nn.Parameter] = {}
+    for one in encoder.modules():
+        for key, param in one._parameters.items():
+            if param is not None and id(param) in rest:
+                copies.setdefault(id(param), torch.nn.Parameter(param.detach().clone(), param.requires_grad))
+                one._parameters[key] = copies[id(param)]
+    return EncoderModel(encoder, path).train(module.training)
 
 
 @contextlib.contextmanager

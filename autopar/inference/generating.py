@@ -95,11 +95,10 @@ class EncoderCalls:
         encoder: the model's own, for its signature.
         calls: where it runs.
         example: an input with the shapes that the program has, by argument.
-        length: positions of the output.
     """
 
-    def __init__(self, encoder: Any, calls: CacheCalls, example: Mapping[str, torch.Tensor], length: int) -> None:
-        self.calls, self.example, self.length = calls, example, length
+    def __init__(self, encoder: Any, calls: CacheCalls, example: Mapping[str, torch.Tensor]) -> None:
+        self.calls, self.example = calls, example
         self.config, self.main_input_name = encoder.config, encoder.main_input_name
         self.forward = _signed(self._run, encoder.forward)
 
@@ -340,7 +339,7 @@ def sliding_layers(config: Any, layers: int) -> list[bool]:
 
 def generating(
     model: Any, kind: type, module: Any, shapes: CacheShapes, cache_names: tuple[str, ...],
-    source: Mapping[str, torch.Tensor] | None = None,
+    encoder: Any = None, source: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
     """Return an object of the model's class whose ``generate`` runs a module's programs.
 
@@ -349,7 +348,8 @@ def generating(
         kind: the class that it was written as.
         module: a :class:`~autopar.inference.cached_models.CachedModel` of it, or what ``parallelize`` made of one.
         shapes, cache_names: of the module's caches.
-        source: an example input of the encoder, if there is one.
+        encoder: an :class:`~autopar.inference.cached_models.EncoderModel`, or what ``parallelize`` made of one.
+        source: an example input of the encoder.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -360,12 +360,27 @@ def generating(
     shown = object.__new__(own)
     shown.__dict__.update(vars(model))
     reads = "position_ids" if source is None else "decoder_position_ids"
-    calls = CacheCalls(module, shapes.rows, shapes.length, cache_names, reads in names)
-    encoder = None
-    if source is not None:
-        encoder = EncoderCalls(kind.get_encoder(model), calls, source, shapes.source_length)
+    calls = CacheCalls(module, shapes.rows, shapes.length, cache_names, reads in names, encoder)
+    encoder_calls = None
+    if encoder is not None:
+        assert source is not None
+        _put_back(shown, encoder)
+        encoder_calls = EncoderCalls(encoder.get_submodule(encoder.path), calls, source)
     shown.__dict__.update(
-        calls=calls, shapes=shapes, encoder_calls=encoder,
+        calls=calls, shapes=shapes, encoder_calls=encoder_calls,
         sliding=sliding_layers(model.config, 1 + max([*shapes.layers, *(shapes.source_layers or {})])),
     )  # fmt: skip
     return shown
+
+
+def _put_back(shown: Any, encoder: Any) -> None:
+    """Show the encoder where it was, without changing the modules that programs are captured from."""
+    path = encoder.path.split(".")[1:]
+    place = shown
+    for name in path[:-1]:
+        place._modules = dict(place._modules)
+        above, below = place, place._modules[name]
+        place = object.__new__(type(below))
+        place.__dict__.update(vars(below))
+        above._modules[name] = place
+    place._modules = {**place._modules, path[-1]: encoder.get_submodule(encoder.path)}

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from fnmatch import fnmatchcase
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +30,38 @@ class Prepared:
     Attributes:
         module: what is spread.
         args, kwargs: its call of one token.
-        finished: turns what ``parallelize`` made of the module into what the user gets.
+        finished: turns what ``parallelize`` made of the module, and of the encoder if there is one, into what the user
+            gets.
+        encoder: an encoder, which is spread by a plan of its own, with its call.
     """
 
     module: torch.nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    finished: Callable[[Any], Any]
+    finished: Callable[[Any, Any], Any]
+    encoder: tuple[torch.nn.Module, Mapping[str, Any]] | None = None
+
+    def options_of(self, module: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of ``parallelize`` for one of two modules: pins of names that are in the other are out."""
+        if self.encoder is None:
+            return dict(options)
+        both = [self.module, self.encoder[0]]
+        other = both[1] if module is both[0] else both[0]
+
+        def mine(pattern: str) -> bool:
+            return _has(module, pattern) or not _has(other, pattern)
+
+        return {
+            name: {pattern: way for pattern, way in pins.items() if mine(pattern)} if isinstance(pins, Mapping) else pins
+            for name, pins in options.items()
+        }  # fmt: skip
+
+
+def _has(module: torch.nn.Module, pattern: str) -> bool:
+    """Check whether a pattern of operators or parameters has the path of a submodule or parameter."""
+    path = pattern.partition(":")[0]
+    names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
+    return any(fnmatchcase(name, path) for name in names)
 
 
 def made_ready(
@@ -70,7 +96,7 @@ def _generates(model: torch.nn.Module) -> bool:
 
 
 def _of_hugging_face(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], length: int | None) -> Prepared:
-    from autopar.inference.cached_models import CachedModel, shapes_of
+    from autopar.inference.cached_models import CachedModel, encoder_taken_out, shapes_of
     from autopar.inference.generating import generating
 
     kind = type(model)
@@ -96,10 +122,13 @@ def _of_hugging_face(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     length = length or _usual_length(model, 1 if source is not None else main.shape[1])
     shapes = shapes_of(model, rows, length, source)
     module = CachedModel(model, shapes).train(model.training)
+    encoder = (encoder_taken_out(module), source) if source is not None else None
     reads = "position_ids" if source is None else "decoder_position_ids"
     call = one_token(module, reads in module.parts_read, main.device)
     names = module.cache_names()
-    return Prepared(module, (), call, lambda pm: generating(model, kind, pm, shapes, names, source))
+    return Prepared(
+        module, (), call, lambda pm, of_source: generating(model, kind, pm, shapes, names, of_source, source), encoder
+    )  # fmt: skip
 
 
 def _usual_length(model: Any, prompt: int) -> int:
@@ -160,7 +189,7 @@ def _of_plain(
             "hold: pass cache_length="
         )
     loop_of: Callable[[Any], TokenLoop] = lambda pm: TokenLoop(pm, example, names, holds)  # noqa: E731
-    return Prepared(module, _one_of(example), {}, lambda pm: given_generate(pm, kind, loop_of(pm)))
+    return Prepared(module, _one_of(example), {}, lambda pm, _: given_generate(pm, kind, loop_of(pm)))
 
 
 def _one_of(example: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
