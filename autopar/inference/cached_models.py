@@ -47,6 +47,7 @@ class CacheShapes:
         layers: by number, those that write.
         source_length: positions of the encoder's output; 0 without an encoder.
         source_layers: those that attend to the encoder's output.
+        source_size: elements of a position of it.
     """
 
     rows: int
@@ -54,6 +55,7 @@ class CacheShapes:
     layers: Mapping[int, LayerShape]
     source_length: int = 0
     source_layers: Mapping[int, LayerShape] | None = None
+    source_size: int = 0
 
 
 class SeenLayer(StaticLayer):
@@ -339,5 +341,5 @@ def shapes_of(model: Any, rows: int, length: int, source: Mapping[str, torch.Ten
             f"{type(model).__name__} writes no keys and values into the cache that it is given: it keeps no cache, or "
             "a recurrent state, which cannot be kept in buffers; generate with it on one device"
         )
-    source_length = 0 if states is None else states.last_hidden_state.shape[1]
-    return CacheShapes(rows, length, layers, source_length, of_source.of_layers() or None)
+    source_length, source_size = (0, 0) if states is None else states.last_hidden_state.shape[1:]
+    return CacheShapes(rows, length, layers, source_length, of_source.of_layers() or None, source_size)

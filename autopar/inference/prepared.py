@@ -140,7 +140,10 @@ def _usual_length(model: Any, prompt: int) -> int:
 
 
 def one_token(module: Any, positions: bool, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the call of one token of every row, which the plan is made for."""
+    """Return the call of one token of every row, which the plan is made for.
+
+    With an encoder it is the first call: the only one that reads all parameters of the decoder.
+    """
     shapes, config = module.shapes, module.model.config
     rows = torch.zeros(shapes.rows, 1, dtype=torch.long, device=device)
     mask = torch.ones(shapes.rows, 1, 1, shapes.length, dtype=torch.bool, device=device)
@@ -154,6 +157,8 @@ def one_token(module: Any, positions: bool, device: torch.device) -> dict[str, t
         call["positions"] = rows.clone()
     if shapes.source_layers:
         call["source_mask"] = source
+        size = shapes.rows, shapes.source_length, shapes.source_size
+        call["source_states"] = torch.zeros(size, dtype=module.model.dtype, device=device)
     return call
 
 
