@@ -208,7 +208,7 @@ def complete(  # noqa: PLR0913  (all that a solver decided)
     beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, reshard_paths, segment_of).values())
     price = _price(
         graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight,
-        reshard_paths, holds, made_as,
+        reshard_paths, holds, made_as, buffer_states,
     )  # fmt: skip
     peaks = None
     if walk is not None:
@@ -247,6 +247,7 @@ def _price(  # noqa: PLR0913  (the terms of a price)
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
     owned: Mapping[int, ParamChoice], moved_seconds: float, optimizer: str, microbatches: int,
     in_flight: int, reshard_paths: ReshardPaths, holds: Ledger, made_as: Mapping[Ref, State],
+    buffers: Mapping[str, State],
 ) -> Price:  # fmt: skip
     """Return the price without its transient bytes; ``moved_seconds`` are those of reshards, less overlapped parts."""
     compute, inside = recompute_seconds(graph, rules, pricer, chosen, reshard_paths, holds)
@@ -280,4 +281,10 @@ def _price(  # noqa: PLR0913  (the terms of a price)
         extra.step if extra is not None else 0.0,
         totals[0], totals[1], totals[2], totals[3] + peak,
         in_flight * holds.kept_bytes + lives_again, lives_again,
+        buffer_bytes=_buffer_bytes(graph, pricer, buffers) if graph.forward_only else 0,
     )  # fmt: skip
+
+
+def _buffer_bytes(graph: Graph, pricer: Pricer, buffers: Mapping[str, State]) -> int:
+    """Return the bytes of all buffers on one rank."""
+    return sum(pricer.local_bytes(node.out, buffers[node.target]) for _, node in graph.of_kind("buffer"))

@@ -156,7 +156,7 @@ class Builder:
         )  # fmt: skip
         moments = None
         if kept is not None:
-            moments = MomentRows(kept, self.fold, problem, parameters, self.optimizer, self.microbatches)
+            moments = MomentRows(kept, self.fold, problem, parameters, self.optimizer, self.microbatches, storage)
         may = self._offers.recomputable if self.choose_recompute else None
         return problem, Decoder(graph, self.fold, chains, parameters, outputs, arrivals, may, moments, storage)
 
