@@ -392,10 +392,15 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
         if ready.encoder is not None:
             of_encoder, call = ready.encoder
             options = {**given, "model": of_encoder, "example_inputs": (), "example_kwargs": call}
-            encoder = parallelize(**ready.options_of(of_encoder, options))
+            try:
+                encoder = parallelize(**ready.options_of(of_encoder, options))
+            except BaseException:
+                of_encoder.put_back()
+                raise
         model, example_inputs, example_kwargs = ready.module, ready.args, ready.kwargs
         given = ready.options_of(model, {**given, "model": model})
         given.update(example_inputs=example_inputs, example_kwargs=example_kwargs)
+        init = given["init"]
     of_model = model if isinstance(model, torch.nn.Module) else None
     ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS, of_model)
     if mesh is None:

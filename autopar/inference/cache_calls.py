@@ -117,7 +117,7 @@ class CacheCalls:
         return self._called(call)[:rows]
 
     def step(self, tokens: torch.Tensor, held: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Advance each sequence of the cache by tokens of its own, as an engine does, and return ``[rows, vocabulary]``.
+        """Advance each sequence by tokens of its own, as an engine does, and return logits ``[rows, vocabulary]``.
 
         Rows are the slots of the cache. A row of which ``counts`` is 0 keeps what it holds. What a row holds is what
         its caller says: with ``held`` 0 a slot begins anew.
@@ -221,5 +221,3 @@ def visible(mask: torch.Tensor) -> torch.Tensor:
     empty = ~mask.any(-1, keepdim=True)
     first = torch.arange(mask.shape[-1], device=mask.device) == 0
     return mask | (empty & first)
-
-

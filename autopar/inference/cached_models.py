@@ -66,7 +66,7 @@ class SeenLayer(StaticLayer):
         self.seen: LayerShape | None = None
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Note the shapes of the keys and values of ``[rows, heads, tokens, size]``."""
         heads, key_size, value_size = key_states.shape[1], key_states.shape[3], value_states.shape[3]
@@ -115,7 +115,7 @@ class PlacedLayer(StaticLayer):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values of ``[rows, heads, tokens, size]``; return the whole cache."""
         assert self.keys is not None and self.values is not None
@@ -138,7 +138,7 @@ class WholeLayer(StaticLayer):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values of ``[rows, heads, source_length, size]``."""
         assert self.keys is not None and self.values is not None
@@ -238,6 +238,18 @@ class CachedModel(torch.nn.Module):
         dtype = next(self.model.parameters()).dtype
         return torch.zeros(tokens.shape[0], self.shapes.source_length, 1, dtype=dtype, device=tokens.device)
 
+    def reset_parameters(self) -> None:
+        """Empty the caches, of a model on the meta device too."""
+        for name in self.cache_names():
+            getattr(self, name).zero_()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Set the values of one module of a model on the meta device, as the model does."""
+        if isinstance(module, CachedModel):
+            module.reset_parameters()
+        else:
+            self.model._init_weights(module)
+
     def cache_names(self) -> tuple[str, ...]:
         """Return the names of the buffers that are caches."""
         return tuple(
@@ -250,45 +262,59 @@ class CachedModel(torch.nn.Module):
 class EncoderModel(torch.nn.Module):
     """The encoder of a model, apart from it: it runs once for each input, by a plan of its own.
 
+    The rest of the model is left without it. Weights that both read, such as embeddings, are copied.
+
     Args:
-        encoder: taken out of the model.
-        path: where it was.
+        module: a model with an encoder.
     """
 
-    def __init__(self, encoder: Any, path: str) -> None:
+    def __init__(self, module: CachedModel) -> None:
         super().__init__()
-        self.path = path
-        *above, name = path.split(".")
+        encoder: torch.nn.Module = module.model.get_encoder()
+        self.path = next(name for name, one in module.named_modules() if one is encoder)
+        above, _, name = self.path.rpartition(".")
+        owner = module.get_submodule(above)
+        owner.register_module(name, TakenOut())
+        self.taken = [(owner._modules, name, encoder), *_own_weights(encoder, module)]
         place: torch.nn.Module = self
-        for one in above:  # so that operators and parameters have the names that they have in the model
+        for one in above.split("."):  # so that operators and parameters have the names that they have in the model
             place.add_module(one, torch.nn.Module())
             place = place.get_submodule(one)
         place.add_module(name, encoder)
+        self.train(module.training)
 
     def forward(self, **source: torch.Tensor) -> torch.Tensor:
         """Return the output ``[rows, positions, size]`` for inputs by argument."""
         encoder: Any = self.get_submodule(self.path)
         return encoder(**source, return_dict=True).last_hidden_state  # type: ignore[no-any-return]
 
+    def put_back(self) -> None:
+        """Make the model what it was."""
+        for entries, name, value in self.taken:
+            entries[name] = value
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Set the values of one module of a model on the meta device, as the model does."""
+        encoder: Any = self.get_submodule(self.path)
+        encoder._init_weights(module)
+
 
 class TakenOut(torch.nn.Module):
     """What stands where the encoder was."""
 
 
-def encoder_taken_out(module: CachedModel) -> EncoderModel:
-    """Return the encoder of a model, and leave the rest without it; weights that both read are copied."""
-    encoder: torch.nn.Module = module.model.get_encoder()
-    path = next(name for name, one in module.named_modules() if one is encoder)
-    above, _, name = path.rpartition(".")
-    module.get_submodule(above).register_module(name, TakenOut())
-    rest = {id(param) for param in module.parameters()}
+def _own_weights(encoder: torch.nn.Module, rest: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Copy the weights of an encoder that the rest reads, too; return what they were, and where."""
+    others = {id(param) for param in rest.parameters()}
     copies: dict[int, torch.nn.Parameter] = {}
+    before: list[tuple[dict[str, Any], str, Any]] = []
     for one in encoder.modules():
         for key, param in one._parameters.items():
-            if param is not None and id(param) in rest:
+            if param is not None and id(param) in others:
+                before.append((one._parameters, key, param))
                 copies.setdefault(id(param), torch.nn.Parameter(param.detach().clone(), param.requires_grad))
                 one._parameters[key] = copies[id(param)]
-    return EncoderModel(encoder, path).train(module.training)
+    return before
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class HostLayer(StaticLayer):
         """Return how many tokens are held."""
         return self.held.count
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, _: int) -> tuple[int, int]:
         """Return the length of the buffers, and the first position."""
         return self.max_cache_len, 0
 
@@ -103,9 +103,11 @@ class EncoderCalls:
         self.forward = _signed(self._run, encoder.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the encoder's output, of its own length."""
         return self.forward(*args, **kwargs)
 
-    def _run(self, *args: Any, return_dict: bool = True, **kwargs: Any) -> BaseModelOutput:
+    def _run(self, *args: Any, **kwargs: Any) -> BaseModelOutput:
+        kwargs.pop("return_dict", None)
         if args:
             kwargs[self.main_input_name] = args[0]
         given = {name: value for name, value in kwargs.items() if value is not None and value is not False}
@@ -180,7 +182,7 @@ class Generates(GenerationMixin):
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
-        max_cache_length: int, *rest: Any,
+        max_cache_length: int, *_: Any,
     ) -> None:  # fmt: skip
         """Give ``generate`` a cache, once what is asked is known, and refuse what it cannot hold."""
         config = generation_config
@@ -269,7 +271,7 @@ class Generates(GenerationMixin):
         return given.expand(rows, -1)
 
     def _whole(self, mask: torch.Tensor | None, rows: int, count: int, start: int) -> torch.Tensor:
-        """Return a mask ``[rows, 1, tokens, length]``; where ``transformers`` leaves it out, each sees all before it."""
+        """Return a mask ``[rows, 1, tokens, length]``; where it is left out, each token sees all before it."""
         if mask is not None and mask.ndim == 4:
             return mask.expand(rows, -1, -1, -1)
         every = torch.arange(self.calls.length, device=self.device)

@@ -39,6 +39,11 @@ class PassedCaches(torch.nn.Module):
         for i, leaf in enumerate(leaves):
             self.register_buffer(f"cache_{i}", torch.zeros_like(leaf), persistent=False)
 
+    def reset_parameters(self) -> None:
+        """Empty the caches, of a model on the meta device too."""
+        for i in range(self.count):
+            getattr(self, f"cache_{i}").zero_()
+
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the logits, and keep the caches."""
         caches = [getattr(self, f"cache_{i}") for i in range(self.count)]

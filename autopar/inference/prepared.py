@@ -1,4 +1,4 @@
-"""What ``parallelize(mode="inference")`` does beside spreading a model: its caches become buffers, it gets ``generate``.
+"""What ``parallelize(mode="inference")`` does beside spreading a model: caches become buffers, and it generates.
 
 >>> model = autopar.parallelize(hf_model, 2, input_ids, mode="inference")          # input_ids: [rows, prompt]
 >>> tokens = model.generate(input_ids, attention_mask=mask, max_new_tokens=64)
@@ -7,20 +7,25 @@
 from __future__ import annotations
 
 import sys
-from fnmatch import fnmatchcase
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from autopar.errors import CaptureError, RunError, first_few
 from autopar.inference.plain_models import PassedCaches, TokenLoop, changed_buffers, given_generate
+from autopar.parallelizing.arguments import check
 from autopar.parallelizing.call_examples import split_inputs
 from autopar.torch_private import pytree
 
 ROOM = 256
 """Tokens behind the example's prompt for which a cache has room, where nothing is said."""
+
+
+PINS = "constraints", "params"
+"""Options whose keys are patterns of names."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,14 @@ class Prepared:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     finished: Callable[[Any, Any], Any]
-    encoder: tuple[torch.nn.Module, Mapping[str, Any]] | None = None
+    encoder: tuple[Any, Mapping[str, Any]] | None = None
 
     def options_of(self, module: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of ``parallelize`` for one of two modules: pins of names that are in the other are out."""
+        init = options.get("init")
+        options = {**options, "init": None if init is None else lambda one: _initialized(one, init)}
         if self.encoder is None:
-            return dict(options)
+            return options
         both = [self.module, self.encoder[0]]
         other = both[1] if module is both[0] else both[0]
 
@@ -52,9 +59,17 @@ class Prepared:
             return _has(module, pattern) or not _has(other, pattern)
 
         return {
-            name: {pattern: way for pattern, way in pins.items() if mine(pattern)} if isinstance(pins, Mapping) else pins
-            for name, pins in options.items()
+            name: {key: way for key, way in given.items() if mine(key)} if name in PINS and given else given
+            for name, given in options.items()
         }  # fmt: skip
+
+
+def _initialized(module: Any, init: Callable[[torch.nn.Module], Any]) -> None:
+    """Set what a module owns: by the user's function, or empty caches, which are none of the user's."""
+    if hasattr(module, "cache_names") or isinstance(module, PassedCaches):
+        module.reset_parameters()
+    else:
+        init(module)
 
 
 def _has(module: torch.nn.Module, pattern: str) -> bool:
@@ -78,8 +93,9 @@ def made_ready(
     Raises:
         CaptureError, RunError: the model or the example is not one that is known.
     """
-    if cache_length is not None and (isinstance(cache_length, bool) or not isinstance(cache_length, int)):
-        raise RunError(f"cache_length is {cache_length!r}; give a number of tokens")
+    check(cache_length=cache_length)
+    if not isinstance(model, torch.nn.Module):
+        return None  # which is refused where all arguments are looked at
     args, kwargs = split_inputs(inputs, example_kwargs)
     if _generates(model):
         return _of_hugging_face(model, args, dict(kwargs), cache_length)
@@ -96,7 +112,7 @@ def _generates(model: torch.nn.Module) -> bool:
 
 
 def _of_hugging_face(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], length: int | None) -> Prepared:
-    from autopar.inference.cached_models import CachedModel, encoder_taken_out, shapes_of
+    from autopar.inference.cached_models import CachedModel, EncoderModel, shapes_of
     from autopar.inference.generating import generating
 
     kind = type(model)
@@ -122,7 +138,7 @@ def _of_hugging_face(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     length = length or _usual_length(model, 1 if source is not None else main.shape[1])
     shapes = shapes_of(model, rows, length, source)
     module = CachedModel(model, shapes).train(model.training)
-    encoder = (encoder_taken_out(module), source) if source is not None else None
+    encoder = (EncoderModel(module), source) if source is not None else None
     reads = "position_ids" if source is None else "decoder_position_ids"
     call = one_token(module, reads in module.parts_read, main.device)
     names = module.cache_names()

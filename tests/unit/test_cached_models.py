@@ -10,7 +10,18 @@ import torch
 import transformers
 from cached_decoder import Sizes, greedy, made, prompt_of
 from generating_models import (
-    HOWS, LENGTH, MODELS, ROWS, VOCABULARY, Generating, HandedCaches, gpt2, llama, prompts, t5, whisper,
+    HOWS,
+    LENGTH,
+    MODELS,
+    ROWS,
+    VOCABULARY,
+    Generating,
+    HandedCaches,
+    gpt2,
+    llama,
+    prompts,
+    t5,
+    whisper,
 )  # fmt: skip
 
 from autopar.errors import CaptureError, RunError
