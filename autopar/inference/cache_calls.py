@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar.errors import RunError
+from autopar.runtime.ranks.agree import share
 
 
 def bucket_of(tokens: int, room: int) -> int:
@@ -221,3 +223,15 @@ def visible(mask: torch.Tensor) -> torch.Tensor:
     empty = ~mask.any(-1, keepdim=True)
     first = torch.arange(mask.shape[-1], device=mask.device) == 0
     return mask | (empty & first)
+
+
+def draw_alike(device: torch.device) -> None:
+    """Give the state of the first rank's default generators to all ranks, so that all draw the same tokens."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    told = share(None, " ".join(bytes(state.tolist()).hex() for state in states), None)
+    states = [torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8) for text in told.split()]
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

@@ -14,16 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticLayer
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
 
 from autopar.errors import RunError
-from autopar.inference.cache_calls import CacheCalls
+from autopar.inference.cache_calls import CacheCalls, draw_alike
 from autopar.inference.cached_models import CacheShapes
-from autopar.runtime.ranks.agree import share
 
 MODES = (
     GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE
@@ -162,7 +160,7 @@ class Generates(GenerationMixin):
         _refuse(kwargs.get("prompt_lookup_num_tokens") is not None, "prompt_lookup_num_tokens")
         if not kwargs.get("disable_compile", True):
             raise RunError("disable_compile=False: programs are compiled by parallelize(compile=True); leave it out")
-        draw_alike()
+        draw_alike(self.device)
         return super().generate(*args, **kwargs, disable_compile=True)
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
@@ -304,15 +302,6 @@ class Generates(GenerationMixin):
 def own_part(cache: Any) -> Any:
     """Return the part of a cache that is of the tokens generated so far."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-
-
-def draw_alike() -> None:
-    """Give the generator state of the first rank to all ranks, so that all draw the same tokens."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    state = bytes(torch.get_rng_state().tolist()).hex()
-    told = share(None, state, None)
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(told)), dtype=torch.uint8))
 
 
 def _refuse(asked: bool, what: str) -> None:
