@@ -319,7 +319,7 @@ def _own_weights(encoder: torch.nn.Module, rest: torch.nn.Module) -> list[tuple[
 
 @contextlib.contextmanager
 def _last_of(head: torch.nn.Module, last: torch.Tensor) -> Iterator[None]:
-    """Have the head over the vocabulary compute one token of each row: the number of the others is a multiple."""
+    """Let the head over the vocabulary compute one token of each row: a prompt has many times as many."""
     whole = type(head).forward
 
     def of_last(states: torch.Tensor) -> torch.Tensor:
