@@ -354,7 +354,8 @@ def shapes_of(model: Any, rows: int, length: int, source: Mapping[str, torch.Ten
             if source is None:
                 model(input_ids=token, past_key_values=own, use_cache=True)
             else:
-                one = {name: tensor[:1].to(device) for name, tensor in source.items()}
+                # A mask says nothing of shapes, and its values are asked for, which one on the meta device has not.
+                one = {name: tensor[:1].to(device) for name, tensor in source.items() if name != "attention_mask"}
                 states = model.get_encoder()(**one, return_dict=True)
                 both = EncoderDecoderCache(own, of_source)
                 both.is_updated = dict.fromkeys(range(10**4), False)

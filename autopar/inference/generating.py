@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from autopar.errors import RunError
 from autopar.inference.cache_calls import CacheCalls, draw_alike
 from autopar.inference.cached_models import CacheShapes
+from autopar.plans.plan import Plan
 
 MODES = (
     GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE
@@ -166,6 +167,11 @@ class Generates(GenerationMixin):
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """Return what runs the encoder."""
         return self.encoder_calls if self.encoder_calls is not None else super().get_encoder(*args, **kwargs)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the programs that make tokens; that of an encoder is ``model.calls.encoder.plan``."""
+        return self.calls.module.plan  # type: ignore[no-any-return]
 
     def new_cache(self) -> Cache:
         """Return an empty cache; the one before it holds nothing any more."""

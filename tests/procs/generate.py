@@ -31,15 +31,16 @@ def tokens(
     model = autopar.parallelize(
         of.model, ranks_of(mesh), of.example, mode="inference", cache_length=LENGTH, constraints=pins, stages=stages
     )
-    same = {}
+    same, distinct = {}, 0
     for how in hows:
         wanted = of.tokens(alone, how, COUNT)
+        distinct = max(distinct, len({*wanted.flatten().tolist()}))
         same[how] = torch.equal(of.tokens(model, how, COUNT, seed=3 + dist.get_rank()), wanted)
     caches = [getattr(model.calls.module, one) for one in model.calls.cache_names]
     return {
         "same": same,
         "caches": {tuple(one.to_local().shape if isinstance(one, DTensor) else one.shape) for one in caches},
-        "distinct": len({*wanted.flatten().tolist()}),
+        "distinct": distinct,
         "names": set(model.state_dict()) ^ set(alone.state_dict()),
     }
 
