@@ -25,6 +25,7 @@ from autopar.errors import CaptureError, ClusterError, PlanError, first_few
 from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether
 from autopar.parallelizing.call_examples import example_of, split_example, split_inputs
+from autopar.parallelizing.forward_only import INFERENCE, TRAINING, ready_for
 from autopar.parallelizing.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
 from autopar.planner import planning
 from autopar.planner.layouts.pricing import PricedLayouts
@@ -45,7 +46,7 @@ from autopar.runtime.ranks.devices import check_own_gpus
 from autopar.runtime.ranks.groups import abort_groups
 from autopar.runtime.ranks.presence import alive
 from autopar.runtime.variants.buckets import Buckets, Size
-from autopar.runtime.variants.program_cache import Programs
+from autopar.runtime.variants.program_cache import KEPT, KEPT_IN_INFERENCE, Programs
 from autopar.words.meshes import Mesh, mesh_shapes
 from autopar.words.precision import Precision, adding_up_in, parse_precision
 from hardware_profiles import Cluster
@@ -288,6 +289,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
     compile: bool | Mapping[str, Any] = False,
     input_rows: InputRows = None,
     random: str = "sharded",
+    mode: str = TRAINING,
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -355,6 +357,11 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             ``"torch"``: the numbers of eager mode on one device, drawn whole by torch's generator on every rank and
             then cut: slower, for comparing losses with a script's from the first step on. What torch draws in a way
             that cannot be followed is refused by name.
+        mode: ``"inference"``: the model runs forward alone, in eval mode and without gradients, under a plan that has
+            none. Buffers that forward writes and later calls read, such as caches of keys and values, are kept in
+            pieces, as the plan cuts them; a call of another shape (a prompt, one token) gets a program of its own over
+            the same parameters and the same pieces. A model with a pipeline is called like one without. ``train()``,
+            ``train_step`` and inputs that want gradients are refused.
 
     The other arguments are those of :func:`plan`.
 
@@ -380,7 +387,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
         mesh = given["mesh"] = dist.get_world_size()
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
-    with alive(group, "parallelize", abort_groups):
+    with alive(group, "parallelize", abort_groups), ready_for(model, mode):
         move = arguments.check_call(group, given)
         check_own_gpus(group, device_mesh.device_type if device_mesh is not None else all_ranks.device_type_of(model))
         if profile is not None:
@@ -460,7 +467,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             if plan is None:
                 where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, records)
                 return planning.find(model, captured, lambda: first(1), where, n, request, name)
-            return outcome_of(plan, part, get_cluster(cluster) if cluster is not None else None)
+            return outcome_of(plan, part, get_cluster(cluster) if cluster is not None else None, mode)
 
         def part(microbatches: int) -> Captured:
             """Return the capture of one of `microbatches` parts of the batch."""
@@ -490,6 +497,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
                 stacklevel=2,
             )
         run = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init, random=random)
+        run.inference = mode == INFERENCE
         with run.user.restored_on_error():
             run.told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)
             if batch == "local" and dist.get_world_size(group) > 1:
@@ -504,6 +512,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
                 model, one.example, run.rank_numbers(), planner,
                 replanning.comparer_of(group) if verify_capture else None,
                 shapes=shapes != "fixed", values=on_change == "recapture",
+                most=KEPT if mode == TRAINING else KEPT_IN_INFERENCE,
             )  # fmt: skip
             run.buckets = in_buckets
             run.layouts_change = bool(share(group, "yes" if together and together.changes else "", None))
@@ -534,7 +543,11 @@ def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> PlanRequ
         wanted["microbatches"] = None
     elif given["gradient_dtype"] is not None:  # so that the bytes of the sums are priced
         wanted["precision"] = adding_up_in(parse_precision(wanted["precision"]), given["gradient_dtype"])
-    return request_of(wanted, whole=True)
+    request = request_of(wanted, whole=True)
+    if given["mode"] == TRAINING:
+        return request
+    request = replace(request, microbatches=1, numbers=None)  # a cache has the rows of the whole batch
+    return replace(request, may_recompute=False, pins=replace(request.pins, mode=given["mode"]))
 
 
 __all__ = ["capture", "get_cluster", "layouts", "mesh_shapes", "parallelize", "plan", "split_inputs"]

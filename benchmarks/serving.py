@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class Case:
     batch: int
     first: float
     token: float
-    open_loop: bool
+    own: bool
+    suspect: str
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -73,15 +75,38 @@ def read_cases(path: str) -> list[Case]:
             own = "source_file=2026-" in source
             tensor, data, batch = (_whole(row[key]) for key in ("tp_size", "attention_dp_size", "batch_size"))
             expert, beside = _whole(row["moe_ep_size"]), _whole(row["moe_tp_size"])
-            if expert == beside > 1 and tensor * data == expert * beside and 1 in (tensor, data):
+            if own and expert == beside > 1 and tensor * data == expert * beside and 1 in (tensor, data):
                 batch = batch * (data // expert) if data > 1 else batch
                 tensor, data = (expert, 1) if data == 1 else (1, expert)  # recorded as their square
+            together = re.search(r"silicon_concurrency=(\d+)", source)
+            if tensor > 1 and not row["attention_dp_size"] and together and int(together[1]) == batch * tensor:
+                tensor, data = 1, tensor  # requests in flight are split over the ranks
+            if MODELS[row["model_path"]] in MIXTURES and 1 in (expert, beside) and expert * beside > tensor * data:
+                data = expert * beside // tensor  # not recorded, but its experts lie on so many devices
             found.append(Case(
                 row["id"], MODELS[row["model_path"]], row["system"], row["backend"], row["backend_version"],
                 row["precision"], int(row["isl"]), int(row["osl"]), tensor, data, expert, batch,
                 float(row["silicon_ttft_ms"]) / 1e3, float(row["silicon_tpot_ms"]) / 1e3, own,
+                _suspect(row, bool(together)),
             ))  # fmt: skip
     return found
+
+
+def _suspect(row: dict[str, str], counted: bool) -> str:
+    """Say why a row contradicts others or itself; empty for one that does not."""
+    if not counted:
+        return "requests in flight are not recorded"
+    if row["system"] == "gb200" and row["backend_version"] == "1.3.0rc1":
+        return "time per token jumps up and down with the requests in flight: 8, 42, 28, 42, 29 ms"
+    if row["system"] == "h100_sxm" and row["backend"] == "vllm" and row["batch_size"] == "512":
+        return "512 in flight, with the time per token of 4 to 16 and a wait of minutes: the engine held a few"
+    if "235B" in row["model_path"] and row["system"] == "h200_sxm" and row["backend"] == "vllm":
+        return "two to three times SGLang's time per token in the same layout: no tuned kernels"
+    if "0.5.8" in row["backend_version"]:
+        return "16 in flight, 7 to 89 s to the first token: the engine held a few"
+    if "Llama" in row["model_path"] and row["backend"] == "trtllm" and row["isl"] == row["osl"] and row["tp_size"] != "8":
+        return "first token later than with longer answers, by 20 tokens: answers are sent 20 tokens at a time"
+    return ""
 
 
 def _whole(text: str) -> int:
@@ -95,10 +120,10 @@ def cluster_named(system: str) -> Cluster:
 
 
 @functools.cache
-def work_for(model: str, precision: str, own: bool, tensor: int, data: int, expert: int) -> StepWork:
+def work_for(model: str, precision: str, own: bool, engine: str, tensor: int, data: int, expert: int) -> StepWork:
     """Return the work of a case."""
     form = {"fp8": "fp8", "fp4": "nvfp4", "": "bf16"}[precision]
-    cache = "fp8" if own and precision else "bf16"
+    cache = "fp8" if (own or engine == "trtllm") and precision else "bf16"
     if model == "gpt-oss-120b":
         return work_of(config_of(model), weights="bf16", cache=cache, tensor=tensor, attention_data=data,
                        expert=expert, expert_weights="mxfp4")  # fmt: skip
@@ -109,14 +134,14 @@ def price(case: Case, engine: Engine | None = None) -> ServedTimes:
     """Return the predicted times of a case."""
     engine = engine or engine_named(ENGINES[case.engine])
     cluster = cluster_named(case.system)
-    work = work_for(case.model, case.precision, case.open_loop, case.tensor, case.data, case.expert)
+    work = work_for(case.model, case.precision, case.own, case.engine, case.tensor, case.data, case.expert)
     device = cluster.device(0)
     cache = (device.memory_bytes * engine.memory_share - work.weight_bytes - 3e9) / work.cache_bytes_per_token
     return serve(
         lambda batch: step_seconds(work, batch, cluster, engine).seconds,
         input_tokens=case.input_tokens, output_tokens=case.output_tokens, in_flight=case.batch,
         tokens_per_step=engine.tokens_per_step, mixes=engine.mixes, cache_tokens=max(cache, 1.0),
-        spread=0.2 if case.open_loop else 0.0, overhead_seconds=engine.first_token_seconds,
+        kept_output=engine.output_reserved, lookahead=engine.lookahead, spread=0.2 if case.own else 0.03, overhead_seconds=engine.first_token_seconds,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ class Engine:
         description: what is meant, for people.
         general_factor: seconds of measured steps over prices with factor 1, on GPUs that ``factors`` leaves out.
         factors: the same by name of a device, each fitted on the half of its rows that ``sources`` names.
+        prefill_factors: factors of steps with prefills by name of a device, where they were fitted apart.
         graph_requests: most new tokens of a step that is captured as a graph; 0 for an engine without graphs.
         launch_seconds: seconds of the host for a kernel outside a graph.
         host_seconds: seconds of the host in a step, in which the device waits: scheduling, inputs, the sampled tokens.
@@ -34,6 +35,14 @@ class Engine:
         tokens_per_step: most new tokens of a step by default.
         mixes: one step holds prefills and decodes (chunked prefill); else decodes wait for prefills.
         memory_share: part of the device's memory that it takes by default.
+        output_reserved: part of an answer for which a request gets cache when it begins: all of it, or about half on
+            average where cache grows with the answer.
+        lookahead: steps that are scheduled ahead: a new request waits for so many more.
+        expert_kernels: kernels of a layer of experts: the choice, the sorting of rows, casts, two grouped products, the
+            activation, the sum.
+        expert_factors: seconds of layers of experts over their price, where an engine's kernels are slow, by the format
+            of their weights, ``fp8``, or by that and the GPU, ``mxfp4 on H200-SXM-141GB``.
+        widens_cache: names of devices on which attention over an 8-bit cache takes as long as over a 16-bit one.
         fuses: operators between two products run as one kernel; else each runs on its own.
         fuses_casts: casts of activations to 8 or 4 bits run in these kernels; else each is one of its own.
         pushes: small all-reduces in one kernel of its own (one-shot, two-shot); else by the library alone.
@@ -44,6 +53,7 @@ class Engine:
     description: str = ""
     general_factor: float = 1.0
     factors: Mapping[str, float] = field(default_factory=dict, compare=False)
+    prefill_factors: Mapping[str, float] = field(default_factory=dict, compare=False)
     graph_requests: int = 512
     launch_seconds: float = 4e-6
     host_seconds: float = 0.0
@@ -52,14 +62,25 @@ class Engine:
     tokens_per_step: int = 8192
     mixes: bool = True
     memory_share: float = 0.9
+    output_reserved: float = 0.5
+    lookahead: int = 0
+    expert_kernels: float = 8.0
+    expert_factors: Mapping[str, float] = field(default_factory=dict, compare=False)
+    widens_cache: tuple[str, ...] = ()
     fuses: bool = True
     fuses_casts: bool = False
     pushes: bool = True
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
-    def factor(self, device_name: str) -> float:
-        """Return the factor on a GPU: the fitted one, or the engine's general one."""
+    def factor(self, device_name: str, prefill: bool = False) -> float:
+        """Return the factor of a step on a GPU, with prefills or without: the fitted one, or the general one."""
+        if prefill and device_name in self.prefill_factors:
+            return self.prefill_factors[device_name]
         return self.factors.get(device_name, self.general_factor)
+
+    def expert_factor(self, weights: str, device_name: str) -> float:
+        """Return the factor of layers of experts with weights in a format on a GPU; 1 where nothing is known."""
+        return self.expert_factors.get(f"{weights} on {device_name}", self.expert_factors.get(weights, 1.0))
 
     def factor_note(self, device_name: str) -> str:
         """Say which factor is taken for a GPU, and from where."""
@@ -93,7 +114,9 @@ def _read(name: str, table: Table) -> Engine:
             values[each.name] = table.integer(each.name, low=0)
         elif isinstance(each.default, str):
             values[each.name] = table.text(each.name)
-        elif each.name == "factors":
+        elif each.name == "widens_cache":
+            values[each.name] = tuple(device.strip() for device in table.text(each.name).split(","))
+        elif each.name in ("factors", "prefill_factors", "expert_factors"):
             values[each.name] = table.numbers(each.name, {}, positive=True)
         elif each.name == "sources":
             values[each.name] = table.texts(each.name, {})

@@ -26,6 +26,7 @@ class SmallRates:
         name: the family.
         devices: names of its devices; empty for all that no other family names.
         weight_fraction: part of the memory's bandwidth that streaming the weight of a thin product reaches.
+        narrow_fraction: the same of weights of less than 8 bits, which cores unpack.
         cache_fraction: part that reading the cache in decode attention reaches.
         compute_fraction: part of the curve of products that a product inside a step keeps: between others, not alone.
         join: exponent p of ``(memory^p + compute^p)^(1/p)``: large for a corner, 1 for the sum.
@@ -35,12 +36,14 @@ class SmallRates:
         push_seconds: seconds of an all-reduce in one kernel, in which each device reads all others' buffers.
         push_step_seconds: what each device of the group adds to them.
         push_fraction: part of a link's bandwidth that such a kernel reaches.
+        push_bytes: largest buffer that an engine adds in this way even where the library is faster.
         source: where the numbers come from.
     """
 
     name: str
     devices: tuple[str, ...] = ()
     weight_fraction: float = 0.8
+    narrow_fraction: float = 0.58
     cache_fraction: float = 0.7
     compute_fraction: float = 0.8
     join: float = 3.0
@@ -49,7 +52,8 @@ class SmallRates:
     attention_seconds: float = 5e-6
     push_seconds: float = 4e-6
     push_step_seconds: float = 4e-7
-    push_fraction: float = 0.6
+    push_fraction: float = 0.4
+    push_bytes: float = 2.2e6
     source: str = ""
 
 

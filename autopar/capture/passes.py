@@ -24,6 +24,7 @@ from autopar.capture.graph.experts_in_parallel import with_experts_at_once
 from autopar.capture.graph.marked_products import with_narrow_products
 from autopar.capture.graph.selected_rows import compute_all_rows, fuse_expert_loops
 from autopar.capture.graph.verifier import verify
+from autopar.capture.graph.writes_in_place import write_in_place
 from autopar.capture.graph.written_first import write_parameters_first
 from autopar.capture.patterns import load
 from autopar.capture.rows_of_draws import note_rows_of_draws
@@ -82,6 +83,8 @@ _PASSES: list[Pass] = [
          required="it drops what other passes replace"),
     Pass("narrow_products", GRAPH, with_narrow_products,
          "the prices of products in 8 bits need to know which products the policy makes narrow"),
+    Pass("writes_in_place", GRAPH, write_in_place,
+         "a cache of which a call writes one position is not copied, where nothing wants a gradient"),
     Pass("rows_of_draws", GRAPH, note_rows_of_draws,
          "a row draws the same random numbers for any number of microbatches",
          required="random operators need to know which rows they draw for"),

@@ -44,14 +44,19 @@ from hardware_profiles import Cluster
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that live at once on the first rank, the batch and buffers apart, and ``phase: operator`` then."""
+    """The most bytes that live at once on the first rank, and ``phase: operator`` then.
+
+    The batch is left out, and so are buffers, but for those of a graph without gradients.
+    """
 
     n_bytes: int
     at: str
 
 
 def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | None = None) -> Peak:
-    """Return the peak of a training step of one microbatch, for a graph with a loss or of a pipeline's stage.
+    """Return the peak of a step of one microbatch, for a graph with a loss or of a pipeline's stage.
+
+    Of a graph without gradients it is that of a forward, with the buffers; outputs live to its end.
 
     Tensors that arrive from earlier stages live to the end of the forward at least, as do those that are sent on, and
     then as long as autograd keeps them. The gradients of both live to the end of the backward.
@@ -86,6 +91,9 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             count.note(outside[name])  # no name of this function may hold it
         for x in (*stored.values(), *states):
             count.note(x)
+        for slot in program.slots:
+            if slot.kind == "buffer" and graph.forward_only:
+                count.note(outside[slot.name])
         with count:
             count.phase = "gathering parameters"
             used = {
@@ -106,14 +114,11 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
                 del outside[name]
             ends = range(graph.sends) if graph.loss is None else (*range(graph.sends), graph.loss)
             roots = [x for x in (results[k] for k in ends) if isinstance(x, torch.Tensor) and x.requires_grad]
-            assert roots, "a peak is counted of a step, which begins at a loss or at what a stage sends on"
+            assert roots or graph.forward_only, "a step begins at a loss or at what a stage sends on"
             del values, results
-            count.phase = "backward"
-            gradients = [x.new_zeros(x.shape) for x in roots]  # contiguous, as they arrive
-            edges = [get_gradient_edge(x) for x in roots]
+            if roots:
+                _backward(roots, count)
             del roots
-            torch.autograd.backward(edges, gradients)
-            del edges, gradients
             wanted.clear()
             count.phase = "step"
             for x in trained:
@@ -121,6 +126,15 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
                     (x.grad.sqrt() / 1.0).add_(1e-8)  # what Adam divides by
     largest = max((x.untyped_storage().nbytes() for x in per_use), default=0)
     return Peak(count.peak_bytes + 2 * largest, count.at)
+
+
+def _backward(roots: list[torch.Tensor], count: Allocations) -> None:
+    """Run the backward from some tensors, which are given up here."""
+    count.phase = "backward"
+    gradients = [x.new_zeros(x.shape) for x in roots]  # contiguous, as they arrive
+    edges = [get_gradient_edge(x) for x in roots]
+    roots.clear()
+    torch.autograd.backward(edges, gradients)
 
 
 def has_backward(graph: Graph) -> bool:
@@ -137,7 +151,7 @@ def in_pipeline(peaks: Sequence[Peak | None], reports: Sequence[Report], plans: 
     """
     kept = [plan.in_flight * report.kept_bytes for plan, report in zip(plans, reports, strict=True)]
     prices = [report.price for report in reports]
-    state = [price.parameter_bytes + price.gradient_bytes + price.optimizer_bytes for price in prices]
+    state = [price.state_bytes for price in prices]
     there = sum(kept) + sum(state)
     running = [
         Peak(there - state[s] - reports[s].kept_bytes + peak.n_bytes, peak.at)

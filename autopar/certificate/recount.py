@@ -101,6 +101,7 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
         with as_on_gpu() if kernels.gpu else nullcontext():
             computing = _recount(program, plan, graph, device, costs, axes, names, report, tensor_exposed(cluster))
     parameter_bytes, gradient_bytes, optimizer_bytes = _stored(plan, graph)
+    buffer_bytes = _buffers(plan, graph) if graph.forward_only else 0
     collectives = _parameters(plan, graph, axes, costs.bucket_bytes, frozenset(), report, HIDES_ALL)
     first = _first_parameters(graph, costs.bucket_bytes)
     shares = shares_of(cluster)
@@ -110,6 +111,7 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     overhead, once = _beside_operators(plan, graph, costs)
     report.price = replace(
         report.price, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes, optimizer_bytes=optimizer_bytes,
+        buffer_bytes=buffer_bytes,
         parameter_seconds=seconds, hidden_seconds=seconds - waits, overhead_seconds=overhead, optimizer_seconds=once,
     )  # fmt: skip
     _claims(plan, report, tolerance)
@@ -227,6 +229,14 @@ def _stored(plan: StagePlan, graph: Graph) -> tuple[int, int, int]:
     return parameters, gradients, optimizer
 
 
+def _buffers(plan: StagePlan, graph: Graph) -> int:
+    """Return the bytes of buffers on one rank."""
+    return sum(
+        prod(local_shape(node.out.shape, plan.buffers[node.target], plan.mesh)) * node.out.item_bytes
+        for _, node in graph.of_kind("buffer")
+    )
+
+
 def _first_parameters(graph: Graph, bucket_bytes: float) -> frozenset[str]:
     """Return the parameters that operators read first, as many as begin within a bucket; at least one."""
     first: dict[str, int] = {}
@@ -320,7 +330,7 @@ def _parameters(
 
 def _claims(plan: StagePlan, report: Report, tolerance: float) -> None:
     counted, said = report.price, plan.price
-    for what in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+    for what in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"):
         mine, theirs = getattr(counted, what), getattr(said, what)
         if mine != theirs:
             report.failures.append(f"{what}: the plan says {theirs}, its stored shapes give {mine}")

@@ -56,7 +56,7 @@ def check(path: PlanPath, model: ModelOption = None, trust: Trust = False, as_js
         for stage, part in zip(plan.stages, cut(captured.graph, plan.starts), strict=True):
             say(f"stage {part.number + 1} of {len(plan.stages)}" if len(plan.stages) > 1 else "")
             reports.append(certificate.check(stage, part.graph, cluster, types=True))
-            counts = certificate.has_backward(part.graph)
+            counts = certificate.has_backward(part.graph) or part.graph.forward_only
             of_stages.append(certificate.peak_of(stage, part.graph) if counts else None)
         most: list[tuple[certificate.Peak, int]] = []
         for of_rank in plan.schedule.stages_of_rank:
@@ -86,8 +86,8 @@ def check(path: PlanPath, model: ModelOption = None, trust: Trust = False, as_js
 
 
 def _state_bytes(price: Price) -> int:
-    """Return the bytes of parameters, gradients and optimizer state."""
-    return price.parameter_bytes + price.gradient_bytes + price.optimizer_bytes
+    """Return the bytes of parameters, gradients, optimizer state and buffers that are counted."""
+    return price.state_bytes
 
 
 def _as_json(report: Report) -> Facts:

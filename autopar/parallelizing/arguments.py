@@ -25,6 +25,7 @@ from autopar.capture.module_hooks import check_hooks
 from autopar.capture.tensor_layouts import check_not_packed
 from autopar.capture.untraceable_modules import check_modules
 from autopar.errors import AutoparError, CaptureError, MeshError
+from autopar.parallelizing.forward_only import INFERENCE, TRAINING, check_mode
 from autopar.plans.plan import Plan
 from autopar.plans.plan_options import OPTIMIZERS, PLAN_OPTIONS, is_integer, is_number, is_table, optional
 from autopar.runtime.as_module.old_parameters import OldParameter
@@ -71,6 +72,7 @@ _CHECKS: dict[str, _Check] = {
                     isinstance(size, (list, tuple)) and len(size) == 2 and all(is_integer(n) and n > 0 for n in size)
                     for size in v), "pairs (rows, length), such as [(8, 512), (1, 4096)]"),
     "random": (lambda v: isinstance(v, str) and v in MODES, "'sharded' or 'torch'"),
+    "mode": (lambda v: isinstance(v, str) and v in (TRAINING, INFERENCE), "'training' or 'inference'"),
     "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
     "timeout": (lambda v: is_number(v) and 0 < v < math.inf, "seconds, more than 0"),
     "gradient_dtype": (optional(lambda v: isinstance(v, torch.dtype) and v in _SUMS),
@@ -240,6 +242,7 @@ def check_call(group: Any, given: Mapping[str, Any]) -> Move | None:
         for module in (given["model"], given["loss_fn"]):
             if isinstance(module, torch.nn.Module):
                 check_hooks(module, traced=given["hooks"] == "trace")
+        check_mode(given)
         example = {name: given[name] for name in EXAMPLE}
         check_not_packed(example)
         check_one_device(given["model"], example)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from autopar import planfile
 from autopar.capture import Captured
 from autopar.errors import PlanError
+from autopar.parallelizing.forward_only import TRAINING, check_mode_of_plan, of_mode
 from autopar.planner.planning import Outcome
 from autopar.plans.plan import Plan
 from autopar.plans.request import PlanRequest
@@ -33,13 +34,20 @@ def policy_of(plan: Plan | str | Path, group: Any) -> Precision | None:
     return parse_precision(share(group, text, error) or None)
 
 
-def outcome_of(plan: Plan | str | Path, part: Callable[[int], Captured], cluster: Cluster | None) -> Outcome:
-    """Return the plan that a caller gives, and one of the microbatches that it is for."""
+def outcome_of(
+    plan: Plan | str | Path, part: Callable[[int], Captured], cluster: Cluster | None, mode: str = TRAINING
+) -> Outcome:
+    """Return the plan that a caller gives, and one of the microbatches that it is for.
+
+    Raises:
+        PlanError: it was made for another mode.
+    """
     if isinstance(plan, Plan):
-        return Outcome(plan, part(plan.microbatches))
+        return of_mode(Outcome(plan, part(plan.microbatches)), mode)
     document = planfile.open_(plan)
+    check_mode_of_plan(document.mode or mode, mode)
     one = part(document.microbatches)
-    return Outcome(planfile.bind(document, one.graph, cluster), one)
+    return of_mode(Outcome(planfile.bind(document, one.graph, cluster), one), mode)
 
 
 def parts_of_batch(plan: Plan | str | Path | None, request: PlanRequest, ranks: int) -> int:

@@ -107,6 +107,9 @@ def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, clu
             name: stored_as(choice.stored, names[name].needs_grad)
             for stage in of_group for name, choice in stage.params.items() if name in names
         }  # fmt: skip
+        if part.graph.forward_only:
+            held = {name: state.text for stage in of_group for name, state in stage.buffers.items()}
+            stored |= {name: text for name, text in held.items() if name not in new.constants}
         request = for_graph(of_stage(plan_options, part, before.mesh), part.graph, stored, before.mesh)
         options = replace(
             request, in_flight=in_flight[part.number], microbatches=microbatches,
@@ -174,7 +177,7 @@ def for_graph(plan_options: Options, graph: Graph, stored: Mapping[str, str], me
     none of its operators can be cut along (the rows of a batch of one), is left out.
 
     Args:
-        stored: placements, such as ``S0,I``, by the name of the parameter.
+        stored: placements, such as ``S0,I``, by the name of the parameter, or of a buffer that is kept where it is.
     """
     labels = op_labels(graph)
     names = [node.target for _, node in graph.of_kind("param")]
@@ -196,13 +199,17 @@ def for_graph(plan_options: Options, graph: Graph, stored: Mapping[str, str], me
         if name in stored:
             lifetimes = [how.split()[1:] for pattern, how in request.items() if fnmatchcase(name, pattern)]
             kept[glob.escape(name)] = " ".join([stored[name], *(lifetimes[-1] if lifetimes else [])])
+    buffers = {
+        node.target: State.parse(stored[node.target], mesh, f"'{node.target}'")
+        for _, node in graph.of_kind("buffer") if node.target in stored
+    }  # fmt: skip
     inputs = {node.target for _, node in graph.of_kind("input")}
     recompute = [p for p in plan_options.recompute if any(fnmatchcase(node.module, p) for node in ops)]
     return replace(
         plan_options, constraints=constraints or None, params={**request, **kept} or None,
         inputs={k: v for k, v in (plan_options.inputs or {}).items() if k in inputs} or None,
         outputs={k: v for k, v in (plan_options.outputs or {}).items() if k < len(graph.outputs)} or None,
-        recompute=tuple(recompute),
+        recompute=tuple(recompute), buffers=buffers or None,
     )  # fmt: skip
 
 

@@ -71,6 +71,11 @@ class Document:
         return parse_precision((self.raw.get("pins") or {}).get("precision"))
 
     @property
+    def mode(self) -> str:
+        """What the plan runs for: ``inference``, or empty for training."""
+        return str((self.raw.get("pins") or {}).get("mode", ""))
+
+    @property
     def expert_load(self) -> dict[str, Load]:
         """The distribution of rows over routed experts, for prices."""
         return parse_load((self.raw.get("pins") or {}).get("expert_load"), f"{self.where}: pins.expert_load")

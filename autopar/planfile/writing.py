@@ -132,9 +132,9 @@ def _format(document: Section, indent: str = "", lists: Collection[str] = LISTS)
 
 
 def _price(plan: StagePlan) -> Section:
-    """Return the price; fields of recomputation and working memory are absent where they are zero."""
+    """Return the price; fields of recomputation, working memory and buffers are absent where they are zero."""
     price = asdict(plan.price)
-    for optional in ("again_bytes", "working_bytes"):
+    for optional in ("again_bytes", "working_bytes", "buffer_bytes"):
         if not price[optional]:
             del price[optional]
     return price

@@ -71,6 +71,7 @@ class Pins:
         expert_load: shares of rows of routed experts, by patterns of modules; prices are for them.
         layout: the words that decide everything, such as ``tp=8,sp,dp=4,zero=1``; empty for a plan that was searched.
         target: the trainer that the plan is for (:mod:`autopar.targets`); empty for autopar's own runtime.
+        mode: ``inference`` for a plan that runs forward alone; empty for one of training.
     """
 
     stages: int | None = None
@@ -88,6 +89,7 @@ class Pins:
     expert_load: Mapping[str, Load] = field(default_factory=dict)
     layout: str = ""
     target: str = ""
+    mode: str = ""
 
 
 @dataclass(frozen=True)

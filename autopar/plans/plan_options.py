@@ -396,8 +396,9 @@ _FIRST = ("stages", "mesh", "cuts", "schedules", "microbatches")
 _OF_LAYOUTS = (
     Pin("layout", "text", "pipeline", lambda words: [f"layout {words}"]),
     Pin("target", "text", "pipeline", lambda name: [f"for {name}"]),
+    Pin("mode", "text", "same", lambda mode: [f"for {mode}: forward alone"]),
 )
-"""Pins of plans of layouts and for other trainers; no options of a search."""
+"""Pins of plans of layouts, for other trainers and for inference; no options of a search."""
 PINS = tuple(
     sorted(
         (*(pin for option in PLAN_OPTIONS for pin in option.pins), *_OF_LAYOUTS),

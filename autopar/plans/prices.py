@@ -39,6 +39,8 @@ class Price:
         working_bytes: what operators need while they run, at the fullest moment of the step: gradients of what they
             make and read, copies pending. Of what is counted above, gradients and activations are not all there at
             once; what is not there at that moment is taken off here, so this can be negative.
+        buffer_bytes: buffers of one rank, caches among them, of a plan that runs forward alone; exact. Buffers of
+            training, which are small, are not counted.
     """
 
     compute_seconds: float = 0.0
@@ -54,6 +56,7 @@ class Price:
     activation_bytes: int = 0
     again_bytes: int = 0
     working_bytes: int = 0
+    buffer_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -81,7 +84,12 @@ class Price:
     @property
     def stored_bytes(self) -> int:
         """Bytes that do not grow with the microbatches in flight."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
+        return self.state_bytes + self.gathered_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what is stored from step to step."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
 
     @property
     def transient_bytes(self) -> int:
@@ -224,7 +232,7 @@ class StagePeaks:
     def added_to(self, price: Price, in_flight: int) -> Price:
         """Return the price with `in_flight` microbatches."""
         activation_bytes = in_flight * self.kept_bytes + price.again_bytes
-        always = price.parameter_bytes + price.optimizer_bytes + price.gathered_bytes
+        always = price.parameter_bytes + price.optimizer_bytes + price.gathered_bytes + price.buffer_bytes
         most = always + self.at_fullest(in_flight).n_bytes
         working_bytes = most - price.stored_bytes - activation_bytes
         return replace(price, activation_bytes=activation_bytes, working_bytes=working_bytes)

@@ -178,6 +178,7 @@ class Rule:
             no numbers of it. Of all others a rank may have none (6 over 4 ranks are 2, 2, 2 and 0).
         absent: names of options that such calls have and this one has not, and why: for whoever asks for one.
         whole_gradients: the backward need not be linear in the gradient, so no rank runs it on a term of a sum.
+        in_place: it writes to a part of its first input, and moves no more than that part.
     """
 
     sizes: Mapping[str, int]
@@ -204,6 +205,7 @@ class Rule:
     gemm: tuple[str, str, str, str] | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
     curve: str = ""
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what no operator can be: names of no factor, positions of no input."""

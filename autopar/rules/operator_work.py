@@ -114,7 +114,7 @@ def moved_bytes(
     """
     ins = [n * c for n, c in zip(read, counted, strict=False)]
     outs = [n * c for n, c in zip(written, counted[len(read) :], strict=True)]
-    forward = sum(ins) + sum(outs)
+    forward = 2 * sum(ins[1:]) if rule.in_place else sum(ins) + sum(outs)
     if rule.kind in COMPUTE_KINDS:
         biased = any(grad and i in rule.additive for i, grad in enumerate(gradients))
         return forward, sum(written) if biased else 0.0

@@ -265,6 +265,11 @@ class Graph:
         return tuple(name for name in self.updates if not name.startswith((WAY, PART)))
 
     @cached_property
+    def forward_only(self) -> bool:
+        """Whether nothing wants a gradient, as where a model is not trained."""
+        return not any(node.needs_grad for node in self.nodes)
+
+    @cached_property
     def statistics(self) -> frozenset[str]:
         """The running statistics: buffers that norms write in training, of which the graph has no new value."""
         return frozenset(

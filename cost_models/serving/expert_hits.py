@@ -6,28 +6,33 @@ import math
 
 from .work import Experts
 
-SKEW = 1.0
-"""Variance of the tokens of a device over that of tokens which choose evenly: routers of trained models are uneven."""
+UNEVEN = 0.5
+"""Squared relative deviation of how often experts are chosen: routers of trained models prefer some. Read off the
+growth of measured steps with the requests in flight; 0 for experts that are all alike."""
 
 
 def experts_hit(experts: Experts, tokens: float) -> float:
     """Return the expected number of different local experts that get at least one of a step's tokens.
 
-    Each token takes ``top_k`` of ``total`` experts, all alike and independent of the others.
+    Tokens choose on their own; how often an expert is chosen varies by a gamma distribution with deviation
+    ``UNEVEN``, so that the tokens of an expert follow a negative binomial one.
     """
-    missed = (1.0 - experts.top_k / experts.total) ** tokens if experts.top_k < experts.total else 0.0
-    return experts.local * (1.0 - missed)
+    mean = tokens * experts.top_k / experts.total
+    missed = (1.0 + UNEVEN * mean) ** (-1.0 / UNEVEN) if UNEVEN else math.exp(-mean)
+    least = min(experts.local, experts.top_k * experts.local / experts.total * min(1.0, tokens))
+    return max(least, experts.local * (1.0 - missed))
 
 
 def pairs_on_busiest(experts: Experts, tokens: float) -> float:
     """Return the (token, expert) pairs of the device that gets most, of all tokens that share the experts.
 
-    The mean and, over ranks with experts of their own, the expected largest deviation of so many even draws.
+    The mean and, over ranks with experts of their own, the expected largest of their deviations: of the draws, and of
+    how often each rank's experts are chosen.
     """
     mean = tokens * experts.top_k * experts.local / experts.total
     ranks = experts.total // max(1, experts.local)
     if ranks <= 1 or mean <= 0:
         return mean
     most = tokens * min(experts.top_k, experts.local)
-    deviation = math.sqrt(2.0 * math.log(ranks) * SKEW * mean * (1.0 - 1.0 / ranks))
-    return min(most, mean + deviation)
+    variance = (mean + UNEVEN * mean * mean / max(1, experts.local)) * (1.0 - 1.0 / ranks)
+    return min(most, mean + math.sqrt(2.0 * math.log(ranks) * variance))

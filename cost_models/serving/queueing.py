@@ -13,11 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .step_table import StepTable
-from .work import StepBatch
+from .work import Prefill, StepBatch
 
+APART_SECONDS = 2e-3
+"""Seconds between requests that one client sends at once, and between an answer and the next request."""
 WAVES = 10
 """Requests of each place that a benchmark counts, the first one with them."""
-MOST_PLACES = 96
+SIMULATED = 4
+"""Waves that are followed step by step: the first, two in the middle that stand for all such, and the last."""
+MOST_PLACES = 64
 """More requests in flight than so many are taken together, several to one."""
 GOLDEN = 0.6180339887498949
 """Multiples of it fill an interval evenly: lengths without a random number."""
@@ -48,6 +52,8 @@ class _Request:
     prompt: int
     left: int
     output: int
+    wave: int
+    begun: float = 0.0
     first: float = 0.0
 
 
@@ -55,6 +61,7 @@ def serve(
     step: Callable[[StepBatch], float], *, input_tokens: int, output_tokens: int, prefix_tokens: int = 0,
     in_flight: int, tokens_per_step: int, requests_per_second: float | None = None, mixes: bool = True,
     cache_tokens: float | None = None, waves: int = WAVES, spread: float = 0.0, overhead_seconds: float = 0.0,
+    apart_seconds: float = APART_SECONDS, lookahead: int = 0, kept_output: float = 1.0,
 ) -> ServedTimes:
     """Return the times of requests of one worker.
 
@@ -77,8 +84,9 @@ def serve(
                  input_tokens, output_tokens, prefix_tokens, tokens_per_step, mixes, spread, together)  # fmt: skip
     loop.places = max(1, round(in_flight / together))
     loop.cache_tokens = cache_tokens
-    loop.run(waves * loop.places, requests_per_second)
-    return loop.times(overhead_seconds)
+    loop.apart, loop.lookahead, loop.kept_output = apart_seconds, lookahead, kept_output
+    loop.run(min(waves, SIMULATED), requests_per_second)
+    return loop.times(waves, overhead_seconds)
 
 
 class _Loop:
@@ -96,6 +104,9 @@ class _Loop:
         self.tokens_per_step = tokens_per_step
         self.places = 1
         self.cache_tokens: float | None = None
+        self.apart, self.lookahead, self.kept_output = 0.0, 0, 1.0
+        self.last_sent = -1.0
+        self.starts: deque[float] = deque([0.0] * 4, maxlen=4)  # when the last steps started, the oldest first
         self.now = 0.0
         self.steps = 0  # decode steps so far: a request that decodes ends at a number of them
         self.waiting: deque[_Request] = deque()
@@ -103,19 +114,22 @@ class _Loop:
         self.held = 0.0  # tokens for which cache is kept
         self.begun = 0.0  # sum over decoding requests of (prompt - steps at their start): contexts without counting
         self.made = self.ended = self.pushed = 0
-        self.first_sum = self.token_sum = 0.0
-        self.tokens = 0.0
+        self.sums: list[list[float]] = []  # of each wave: requests, times to the first token, times per token, tokens, end
 
     def arrive(self, when: float) -> None:
-        """Add a request."""
+        """Add a request, at least ``apart`` seconds after the one before."""
+        when = self.last_sent = max(when, self.last_sent) + self.apart
         scale = 1.0 - self.spread * ((self.made * GOLDEN) % 1.0)
         other = 1.0 - self.spread * (((self.made + 0.5) * GOLDEN * GOLDEN) % 1.0)
         prompt = max(1, round((self.input_tokens - self.prefix) * scale))
-        self.waiting.append(_Request(when, prompt + self.prefix, prompt, max(1, round(self.output_tokens * other))))
+        self.waiting.append(_Request(when, prompt + self.prefix, prompt, max(1, round(self.output_tokens * other)),
+                                     self.made // self.places))
         self.made += 1
 
-    def run(self, total: int, rate: float | None) -> None:
-        """Run until ``total`` requests have ended."""
+    def run(self, waves: int, rate: float | None) -> None:
+        """Run until all requests of so many waves have ended."""
+        total = waves * self.places
+        self.sums = [[0.0] * 5 for _ in range(waves)]
         upcoming = None
         if rate is None:
             for _ in range(min(self.places, total)):
@@ -127,10 +141,13 @@ class _Loop:
             while upcoming is not None and upcoming <= self.now and self.made < total:
                 self.arrive(upcoming)
                 upcoming += gap
+            self.starts.append(self.now)
             if self._admitted():
                 self._prefill()
             elif self.decoding:
                 self._decode(upcoming if self.made < total else None)
+            elif self.waiting:
+                self.now = max(self.now, self.waiting[0].arrival)
             elif upcoming is not None:
                 self.now = max(self.now, upcoming)
             self._finish(total, rate is None)
@@ -139,13 +156,20 @@ class _Loop:
         if not self.waiting:
             return False
         head = self.waiting[0]
+        seen = self.starts[-1 - self.lookahead] if self.decoding else self.now
+        if head.arrival > seen:
+            return False
         if head.left < head.prompt - self.prefix:  # begun already
             return True
+        return not self.decoding or not self._full()
+
+    def _full(self) -> bool:
+        """True if no waiting request can begin before another ends."""
+        head = self.waiting[0]
         if len(self.decoding) >= self.places:
-            return False
-        if self.cache_tokens is None or not self.decoding:
             return True
-        return self.held + self.together * (head.prompt + head.output) <= self.cache_tokens
+        needed = self.together * (head.prompt + self.kept_output * head.output)
+        return self.cache_tokens is not None and self.held + needed > self.cache_tokens
 
     def _prefill(self) -> None:
         """Run one step with as much of the waiting prompts as goes into it."""
@@ -156,7 +180,8 @@ class _Loop:
         while room > 0 and self._admitted():
             request = self.waiting[0]
             if request.left == request.prompt - self.prefix:
-                self.held += self.together * (request.prompt + request.output)
+                request.begun = self.now
+                self.held += self.together * (request.prompt + self.kept_output * request.output)
             new = min(room, request.left * self.together)
             past_work += new * (request.prompt - request.left)
             chunk += new
@@ -171,8 +196,8 @@ class _Loop:
         if self.mixes:
             self.steps += 1
         for request in done:
-            request.first = self.now
-            self.first_sum += self.now - request.arrival
+            # Of those that are taken together the first ones have their token earlier.
+            request.first = self.now - (self.now - request.begun) * (self.together - 1) / (2 * self.together)
             self.begun += request.prompt - self.steps
             self.pushed += 1  # entries of the heap that end together stay in order
             heapq.heappush(self.decoding, (self.steps + request.output - 1, self.pushed, request))
@@ -182,7 +207,9 @@ class _Loop:
         count = max(1, self.decoding[0][0] - self.steps)
         decodes = len(self.decoding) * self.together
         seconds = self.table.decode(decodes, self._context() + count / 2)
-        if until is not None and until > self.now:
+        if self.waiting and not self._full():
+            count = 1
+        elif until is not None and until > self.now:
             count = max(1, min(count, int((until - self.now) / seconds) + 1))
         self.steps += count
         self.now += count * seconds
@@ -194,17 +221,90 @@ class _Loop:
         while self.decoding and self.decoding[0][0] <= self.steps:
             end, _, request = heapq.heappop(self.decoding)
             self.begun -= request.prompt - (end - request.output + 1)
-            self.held -= self.together * (request.prompt + request.output)
+            self.held -= self.together * (request.prompt + self.kept_output * request.output)
             self.ended += 1
-            self.tokens += self.together * request.output
-            if request.output > 1:
-                self.token_sum += (self.now - request.first) / (request.output - 1)
+            sums = self.sums[request.wave]
+            sums[0] += 1
+            sums[1] += request.first - request.arrival
+            sums[2] += (self.now - request.first) / max(1, request.output - 1)
+            sums[3] += self.together * request.output
+            sums[4] = self.now
             if closed and self.made < total:
                 self.arrive(self.now)
 
-    def times(self, overhead: float) -> ServedTimes:
-        """Return the means over all requests."""
+    def times(self, waves: int, overhead: float) -> ServedTimes:
+        """Return means over all waves, of which the middle ones are taken to be alike; rates of the middle ones."""
+        first, *middle, last = self.sums if len(self.sums) > 1 else [*self.sums, self.sums[0]]
+        weight = (waves - 2) / len(middle) if middle else 0.0
+        weighted = [(1.0, first), *((weight, sums) for sums in middle), (1.0, last)]
+        requests = sum(w * sums[0] for w, sums in weighted)
+        begin, end = (first[4], middle[-1][4]) if middle else (0.0, last[4])
+        steady = middle or self.sums
+        span = max(end - begin, 1e-12)
         return ServedTimes(
-            self.first_sum / self.ended + overhead, self.token_sum / self.ended, self.tokens / self.now,
-            self.ended * self.together / self.now,
+            sum(w * sums[1] for w, sums in weighted) / requests + overhead,
+            sum(w * sums[2] for w, sums in weighted) / requests,
+            sum(sums[3] for sums in steady) / span, self.together * sum(sums[0] for sums in steady) / span,
         )  # fmt: skip
+
+
+def serve_disaggregated(
+    prefill_step: Callable[[StepBatch], float], decode_step: Callable[[StepBatch], float], *, input_tokens: int,
+    output_tokens: int, prefix_tokens: int = 0, prefill_workers: int, decode_workers: int, prefill_batch: int,
+    decode_in_flight: int, transfer_seconds: float, requests_per_second: float | None = None, waves: int = WAVES,
+    overhead_seconds: float = 0.0,
+) -> ServedTimes:
+    """Return the times of requests that some workers prefill and others decode; rates are those of all workers.
+
+    Decoding workers hold at most ``decode_in_flight`` requests each. Where prefills are too slow to fill them, or
+    fewer requests arrive, they hold fewer, which is faster for each.
+
+    Args:
+        prefill_step: seconds of a step of a prefill worker.
+        decode_step: seconds of a step of a decode worker.
+        input_tokens: tokens of a prompt, with the prefix.
+        output_tokens: tokens of an answer.
+        prefix_tokens: tokens of a prompt that are in the cache already.
+        prefill_workers: workers that prefill.
+        decode_workers: workers that decode.
+        prefill_batch: prompts of a prefill step.
+        decode_in_flight: most requests in one decode worker.
+        transfer_seconds: seconds of moving a prompt's cache to the worker that decodes.
+        requests_per_second: arrivals; None for as many as are served.
+        waves: requests of each place that are counted; at the first one all arrive together.
+        overhead_seconds: added to the time to the first token.
+    """
+    prompts = (Prefill(max(1, input_tokens - prefix_tokens), prefix_tokens),) * prefill_batch
+    batch_seconds = prefill_step(StepBatch(prompts))
+    most = prefill_workers * prefill_batch / batch_seconds
+    context, answered = input_tokens + output_tokens / 2, max(1, output_tokens - 1)
+
+    def rate_at(held: float) -> float:
+        """Requests that end in a second where each decode worker holds so many."""
+        low = max(1, int(held))
+        part = min(1.0, max(0.0, held - low))
+        few, many = (decode_step(StepBatch((), count, context)) for count in (low, low + 1))
+        return decode_workers * held / (answered * (few + part * (many - few)))
+
+    wanted = min(most, rate_at(decode_in_flight), requests_per_second or float("inf"))
+    held = _held(rate_at, wanted, decode_in_flight)
+    busy = min(wanted / most, 0.95)
+    # A batch that comes at random waits for half of the one in work, times as many as are queued behind a busy worker.
+    waiting = batch_seconds * busy / (2 * prefill_workers * (1 - busy))
+    together = decode_in_flight * decode_workers if requests_per_second is None else 0
+    first_wave = max(0.0, (together / (prefill_workers * prefill_batch) - 1) / 2 * batch_seconds)
+    first = batch_seconds + waiting * (waves - 1) / waves + first_wave / waves + transfer_seconds + overhead_seconds
+    token = held * decode_workers / (wanted * answered)
+    return ServedTimes(first, token, wanted * output_tokens, wanted)
+
+
+def _held(rate_at: Callable[[float], float], wanted: float, most: int) -> float:
+    """Return how many requests each decode worker holds for a rate, by halving."""
+    low, high = 0.0, float(most)
+    for _ in range(20):
+        middle = (low + high) / 2
+        if rate_at(max(middle, 1e-6)) < wanted:
+            low = middle
+        else:
+            high = middle
+    return max(high, 1e-6)

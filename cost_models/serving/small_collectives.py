@@ -1,10 +1,10 @@
 """Seconds of collectives of a step: a few kilobytes in decodes, many megabytes in prefills.
 
-An engine takes the fastest of three ways for an all-reduce among devices that reach each other's memory:
+Among devices that reach each other's memory an engine adds small buffers in one kernel, in which each device reads all
+others (one-shot); larger ones, and all other collectives, are the library's (NCCL, with NVLS where switches add up):
 
-    one-shot    each device reads all buffers and adds them      start + (n - 1) bytes / link
-    two-shot    each adds its part, then reads the other parts   2 starts + 2 (n - 1)/n bytes / link
-    library     NCCL's, by the curves of the links (with NVLS where the switches add up)
+    one-shot    start + step n + (n - 1) bytes / (link * fraction)      up to ``push_bytes``
+    library     by the curves of the links
 """
 
 from __future__ import annotations
@@ -67,11 +67,9 @@ def exchange_seconds(
     link = link_bytes_per_second(cluster)
     if not (pushes and kind == "all_reduce" and link and reach <= min(device.domain, _machine(cluster))):
         return seconds
-    start = small.push_seconds + small.push_step_seconds * group
-    rate = link * small.push_fraction
-    one = start + (group - 1) * n_bytes / rate
-    two = 2 * start + 2 * (group - 1) / group * n_bytes / rate
-    return min(seconds, one, two)
+    read = (group - 1) * n_bytes / (link * small.push_fraction)
+    pushed = small.push_seconds + small.push_step_seconds * group + read
+    return pushed if n_bytes <= small.push_bytes else min(seconds, pushed)
 
 
 def _machine(cluster: Cluster) -> int:

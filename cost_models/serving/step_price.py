@@ -20,8 +20,6 @@ from .small_collectives import exchange_seconds
 from .thin_products import WIDTHS, product_rate, product_seconds
 from .work import TOKENS, Experts, Prefill, StepBatch, StepWork
 
-EXPERT_KERNELS = 5
-"""Kernels of a layer of experts: the choice, the sorting of rows, two grouped products with their activation, the sum."""
 ATTENTION_KERNELS = 2
 """Kernels of attention: the write to the cache, attention itself; the join of its parts is in its least seconds."""
 SAMPLING_PASSES = 4
@@ -64,18 +62,18 @@ def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Eng
     small = small_rates_of(device)
     parts = {
         "products": _products(work, batch, device),
-        "attention": _attention(work, batch, device, small),
-        "experts": sum(e.count * _experts(e, batch, device) for e in work.experts),
+        "attention": _attention(work, batch, device, small, engine),
+        "experts": sum(e.count * _experts(e, batch, device, engine) for e in work.experts),
         "exchanges": _exchanges(work, batch, cluster, device, small, engine),
         "rows": _rows(work, batch, device, small, engine),
         "sampling": _sampling(work, batch, device, small),
     }
-    kernels = _kernels(work, batch, engine)
+    kernels = _kernels(work, engine, device)
     if batch.new_tokens <= engine.graph_requests:
         parts["launches"] = kernels * small.kernel_seconds
     else:
         parts["launches"] = max(kernels * small.kernel_seconds, kernels * engine.launch_seconds - sum(parts.values()))
-    factor = engine.factor(device.name)
+    factor = engine.factor(device.name, bool(batch.prefills))
     parts = {name: factor * seconds for name, seconds in parts.items()}
     parts["host"] = engine.host_seconds + engine.request_seconds * batch.requests
     return StepSeconds(sum(parts.values()), parts)
@@ -99,9 +97,11 @@ def _products(work: StepWork, batch: StepBatch, device: Device) -> float:
     return total
 
 
-def _attention(work: StepWork, batch: StepBatch, device: Device, small: SmallRates) -> float:
+def _attention(work: StepWork, batch: StepBatch, device: Device, small: SmallRates, engine: Engine) -> float:
     total = 0.0
     for attention in work.attentions:
+        if device.name in engine.widens_cache:
+            attention = replace(attention, cache="bf16")
         each = decode_attention_seconds(device, small, attention, batch)
         for prefill in batch.prefills:
             each += prefill_attention_seconds(device, attention, prefill)
@@ -109,11 +109,12 @@ def _attention(work: StepWork, batch: StepBatch, device: Device, small: SmallRat
     return total
 
 
-def _experts(experts: Experts, batch: StepBatch, device: Device) -> float:
+def _experts(experts: Experts, batch: StepBatch, device: Device, engine: Engine) -> float:
     tokens = batch.new_tokens * experts.spread
     hit, pairs = experts_hit(experts, tokens), pairs_on_busiest(experts, tokens)
-    rate = product_rate(device, experts.weights, experts.activations)
-    return sum(product_seconds(rate, pairs, n, k, weights_read=hit) for n, k in experts.shapes)
+    rate = product_rate(device, experts.weights, experts.activations, grouped=True)
+    seconds = sum(product_seconds(rate, pairs, n, k, weights_read=hit) for n, k in experts.shapes)
+    return seconds * engine.expert_factor(experts.weights, device.name)
 
 
 def _exchanges(
@@ -144,13 +145,13 @@ def _sampling(work: StepWork, batch: StepBatch, device: Device, small: SmallRate
     return n_bytes / (device.memory_bytes_per_second * small.cache_fraction)
 
 
-def _kernels(work: StepWork, batch: StepBatch, engine: Engine) -> float:
-    """Kernels of a step."""
+def _kernels(work: StepWork, engine: Engine, device: Device) -> float:
+    """Kernels of a step; slow ones of experts count as several."""
     products = sum(p.count for p in work.products)
     between = sum(p.count for p in work.products if p.rows == TOKENS)
     casts = sum(p.count for p in work.products if WIDTHS[p.activations] < 2) if not engine.fuses_casts else 0
     rows = min(work.rows.kernels, between) if engine.fuses else work.rows.kernels
     attention = sum(a.count for a in work.attentions) * ATTENTION_KERNELS
-    experts = sum(e.count for e in work.experts) * EXPERT_KERNELS
+    experts = sum(e.count * engine.expert_factor(e.weights, device.name) for e in work.experts) * engine.expert_kernels
     exchanges = sum(e.count for e in work.exchanges)
     return products + casts + rows + attention + experts + exchanges + (SAMPLING_KERNELS if work.vocabulary else 0)

@@ -39,13 +39,16 @@ class ProductRate(NamedTuple):
     join: float
 
 
-def product_rate(device: Device, weights: str, activations: str) -> ProductRate:
-    """Return the rates of products on a device; ValueError for an unknown format."""
-    return _rate(device, small_rates_of(device), weights, activations)
+def product_rate(device: Device, weights: str, activations: str, *, grouped: bool = False) -> ProductRate:
+    """Return the rates of products on a device; ValueError for an unknown format.
+
+    Products of many experts in one kernel (``grouped``) keep memory busy whatever the format of their weights.
+    """
+    return _rate(device, small_rates_of(device), weights, activations, grouped)
 
 
 @lru_cache(maxsize=1024)
-def _rate(device: Device, small: SmallRates, weights: str, activations: str) -> ProductRate:
+def _rate(device: Device, small: SmallRates, weights: str, activations: str, grouped: bool) -> ProductRate:
     for form, known in ((weights, WIDTHS), (activations, DTYPES)):
         if form not in known:
             raise ValueError(f"unknown format '{form}' of a product, known: {', '.join(known)}")
@@ -55,10 +58,11 @@ def _rate(device: Device, small: SmallRates, weights: str, activations: str) -> 
     narrow = dtype.startswith(("float8", "float4"))
     curve = device.efficiency.get("matmul_float8" if narrow else "matmul", device.efficiency["matmul"])
     peak = peak_flops(device, dtype) * small.compute_fraction
+    reached = small.narrow_fraction if WIDTHS[weights] < 1 and not grouped else small.weight_fraction
     widened = small.widening if WIDTHS[weights] < 1 and WIDTHS[activations] > WIDTHS[weights] else 1.0
     return ProductRate(
         widened / (peak * curve.fraction), widened / (peak * sustained_fraction(device)),
-        1.0 / (device.memory_bytes_per_second * small.weight_fraction),
+        1.0 / (device.memory_bytes_per_second * reached),
         curve.half_m, curve.half_n, curve.half_k, curve.half_mn, WIDTHS[weights], WIDTHS[activations], small.join,
     )  # fmt: skip
 

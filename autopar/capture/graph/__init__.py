@@ -19,6 +19,7 @@
 :mod:`.common_subexpressions` equal expressions become one, on the pure graph
 :mod:`.written_first`         parameters that a forward writes before it reads them are written before the program runs
 :mod:`.marked_products`       products that a policy makes narrow, and the parameters that are their weights, are marked
+:mod:`.writes_in_place`       parts of buffers are written where they lie, where nothing wants a gradient
 :mod:`.expert_blocks`         routed experts become one operator each
 :mod:`.dead_operators`        what nobody reads goes
 ============================= =========================================================================================

@@ -166,8 +166,7 @@ def _is_full_of_state(plan: Exact) -> bool:
     A relaxation of 200,000 columns took 96 s so near to what can be, where others take 2 s.
     """
     (stage,) = plan.plan.stages
-    state = stage.price.parameter_bytes + stage.price.gradient_bytes + stage.price.optimizer_bytes
-    return state > EFFORT.tight_share * plan.search.limit(stage.devices)
+    return stage.price.state_bytes > EFFORT.tight_share * plan.search.limit(stage.devices)
 
 
 @dataclass

@@ -11,6 +11,7 @@ Driven by :mod:`.mesh_plan`, a graph passes through:
 :mod:`.plan_completion` decided strategies -> a whole plan; :mod:`.reshard`: its routes
 :mod:`.memory`          decisions about memory, the ledger of what is held, and the peak of a step
 :mod:`.one_device`      the plan for one device; :mod:`.random_plans`: random plans, for tests;
-                        :mod:`.written_buffers`: buffers that operators write to
+                        :mod:`.written_buffers`: buffers that operators write to;
+                        :mod:`.kept_state`: caches, which later calls read
 ======================= ===============================================================================================
 """

@@ -258,7 +258,8 @@ def repriced(
                 ops[i] = strategy
         outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
         try:
-            decided = Decided(ops, params, outputs, dict(plan.inputs), tensors=plan.about_tensors)
+            stored = {graph.nodes[i].target: plan.buffers[graph.nodes[i].target] for i in setting.stored}
+            decided = Decided(ops, params, outputs, dict(plan.inputs), tensors=plan.about_tensors, buffers=stored)
             priced.append(setting.realise(decided, plan, weighed))
         except (PlanError, MeshError):
             return None

@@ -12,6 +12,7 @@ from autopar.planner.intra_op.building.fold import fold, unfolded
 from autopar.planner.intra_op.building.integer_program import Problem
 from autopar.planner.intra_op.building.parameter_sharding import cost
 from autopar.planner.intra_op.building.price import pricer
+from autopar.planner.intra_op.kept_state import kept_buffers, stored_states, with_hot_state
 from autopar.planner.intra_op.memory.recomputable import Recomputable
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.pins.options import Options
@@ -34,6 +35,9 @@ class MeshProblem:
         self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, devices: Sequence[int] | None
     ) -> None:
         check_mesh(mesh, cluster)
+        self.stored_states = stored_states(graph, options.buffers)
+        self.stored = kept_buffers(graph, self.stored_states)
+        self.given, graph = graph, with_hot_state(graph, self.stored)
         self.graph, self.cluster, self.mesh, self.options = graph, cluster, mesh, options
         self.priced = pricer(cluster, mesh, devices)
         folding = fold(graph) if options.fold else unfolded(graph)
@@ -56,7 +60,8 @@ class MeshProblem:
             self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
             pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None,
             dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
-            options.in_flight, self.segments, choose_recompute, choices, options.blocks,
+            options.in_flight, self.segments, choose_recompute, choices, options.blocks, self.stored,
+            self.stored_states,
         ).build()  # fmt: skip
         if choose_recompute:
             self.recomputable = decoder.recomputable
@@ -90,8 +95,8 @@ class MeshProblem:
             segments = self.recomputable.segments(self.graph, self.rules, decided.recomputed)
             remade = self.recomputable.results(self.graph, segments, self.folding)
         return complete(
-            self.graph, self.rules, self.priced, decided.ops, decided.params, decided.outputs,
-            inputs={**decided.inputs, **(options.inputs or {})}, optimizer=options.optimizer,
+            self.given, self.rules, self.priced, decided.ops, decided.params, decided.outputs,
+            inputs={**decided.inputs, **(options.inputs or {})}, buffers=decided.buffers, optimizer=options.optimizer,
             microbatches=options.microbatches, in_flight=options.in_flight,
             memory={**decided.tensors, RECOMPUTE.name: segments, RECOMPUTE_RESULT.name: remade}, weighed=weighed,
         )  # fmt: skip

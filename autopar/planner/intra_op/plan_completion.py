@@ -30,21 +30,22 @@ from autopar.words.placements import PENDING, State, whole_state
 
 
 def demand(
-    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, decided: Mapping[int, Strategy], *, partly: bool = False
+    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, decided: Mapping[int, Strategy], *, partly: bool = False,
+    stored: Mapping[str, State] | None = None,
 ) -> tuple[dict[int, Strategy], dict[str, State]]:
     """Return the strategies of the undecided operators, and the placements of buffers.
 
     Backwards through the graph: if all readers of a tensor want the same shard, and its op can make just that, it
     does (positions and masks are made sharded); else it is computed whole and sliced, which costs nothing.
 
-    ``partly``: more is to be decided, so buffers need not agree yet.
+    ``partly``: more is to be decided, so buffers need not agree yet. ``stored``: placements of buffers that are known.
     """
     whole = whole_state(mesh)
     chosen = dict(decided)
     uncut = held_whole(graph)
     wanted: dict[Ref, set[State]] = {}
-    for ref in graph.updates.values():
-        wanted.setdefault(ref, set()).add(whole)
+    for name, ref in graph.updates.items():
+        wanted.setdefault(ref, set()).add((stored or {}).get(name, whole))
     for out in graph.outputs:
         if isinstance(out, Ref):
             wanted.setdefault(out, set()).add(whole)
@@ -170,7 +171,7 @@ def complete(  # noqa: PLR0913  (all that a solver decided)
         PlanError: a tensor cannot be brought to where it is wanted.
     """
     mesh = pricer.mesh
-    chosen, buffer_states = demand(graph, rules, mesh, decided)
+    chosen, buffer_states = demand(graph, rules, mesh, decided, stored=buffers)
     buffer_states.update(buffers or {})
     whole_grad, whole = whole_state(mesh, True), whole_state(mesh)
     owned: dict[int, ParamChoice] = {}
@@ -207,7 +208,7 @@ def complete(  # noqa: PLR0913  (all that a solver decided)
     beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, reshard_paths, segment_of).values())
     price = _price(
         graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight,
-        reshard_paths, holds, made_as,
+        reshard_paths, holds, made_as, buffer_states,
     )  # fmt: skip
     peaks = None
     if walk is not None:
@@ -246,6 +247,7 @@ def _price(  # noqa: PLR0913  (the terms of a price)
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
     owned: Mapping[int, ParamChoice], moved_seconds: float, optimizer: str, microbatches: int,
     in_flight: int, reshard_paths: ReshardPaths, holds: Ledger, made_as: Mapping[Ref, State],
+    buffers: Mapping[str, State],
 ) -> Price:  # fmt: skip
     """Return the price without its transient bytes; ``moved_seconds`` are those of reshards, less overlapped parts."""
     compute, inside = recompute_seconds(graph, rules, pricer, chosen, reshard_paths, holds)
@@ -279,4 +281,10 @@ def _price(  # noqa: PLR0913  (the terms of a price)
         extra.step if extra is not None else 0.0,
         totals[0], totals[1], totals[2], totals[3] + peak,
         in_flight * holds.kept_bytes + lives_again, lives_again,
+        buffer_bytes=_buffer_bytes(graph, pricer, buffers) if graph.forward_only else 0,
     )  # fmt: skip
+
+
+def _buffer_bytes(graph: Graph, pricer: Pricer, buffers: Mapping[str, State]) -> int:
+    """Return the bytes of all buffers on one rank."""
+    return sum(pricer.local_bytes(node.out, buffers[node.target]) for _, node in graph.of_kind("buffer"))

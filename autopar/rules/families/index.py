@@ -149,6 +149,27 @@ def index_copy(call: Call) -> Rule:
     )
 
 
+@rule("aten.index_copy_.default")
+def index_copy_in_place(call: Call) -> Rule:
+    """Make the rule of ``index_copy_``, which is that of ``index_copy``, as those of other writes in place."""
+    return replace(index_copy(call), in_place=True, linear=())
+
+
+@rule("aten.index_put_.default")
+def index_put_in_place(call: Call) -> Rule:
+    return replace(index_put(call), in_place=True, linear=(), additive=frozenset())
+
+
+@rule("aten.scatter_.src")
+def scatter_in_place(call: Call) -> Rule:
+    return replace(scatter(call), in_place=True, linear=())
+
+
+@rule("aten.scatter_.value")
+def scatter_value_in_place(call: Call) -> Rule:
+    return replace(scatter_value(call), in_place=True, linear=())
+
+
 @rule("aten.index_fill.int_Scalar", samples=[sample(T((4, 6)), 1, T((2,), "int64", 6), 0.0)])
 def index_fill(call: Call) -> Rule:
     sizes, dims = named(call.ins[0].shape)

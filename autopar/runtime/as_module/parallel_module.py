@@ -19,7 +19,7 @@ from autopar.lower.program import Program
 from autopar.plans.plan import Plan
 from autopar.runtime.as_module.methods import method_of
 from autopar.runtime.as_module.model_class import with_signature
-from autopar.runtime.as_module.run import EXTRA, ParallelRun
+from autopar.runtime.as_module.run import EXTRA, FORWARD_ALONE, ParallelRun
 from autopar.runtime.as_module.submodules import Derived, Part, methods_of, names_of_part
 from autopar.runtime.batches.local_batch import sampler_of, sharded
 from autopar.runtime.batches.row_sampler import RowSampler
@@ -73,6 +73,10 @@ class ParallelModule(Derived):
         """
         if functorch_is_active():
             _check_transformed(self, (args, kwargs))
+        if self._autopar.inference:
+            self._autopar.check_without_gradients(args, kwargs)
+            with torch.no_grad():
+                return self._autopar.forward(*args, **kwargs)
         return self._autopar.forward(*args, **kwargs)
 
     @compiled_as_callers
@@ -107,6 +111,8 @@ class ParallelModule(Derived):
             RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches;
                 or an input requires grad whose gradient was not planned.
         """
+        if self._autopar.inference:
+            raise RunError(f"train_step: {FORWARD_ALONE}")
         options = {"optimizer": optimizer, "scaler": scaler}
         if microbatches is not None:
             options["microbatches"] = microbatches  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture import Captured
 from autopar.capture.evaluation import OtherGraphError, sides_in_eval_mode
 from autopar.capture.losses import LOSS, other_losses
-from autopar.errors import RunError
+from autopar.errors import RunError, first_few
 from autopar.plans.plan import Plan
 from autopar.runtime.as_module.module_modes import Modes, Training
 from autopar.runtime.as_module.user_module import UserModule
@@ -28,12 +28,17 @@ from autopar.runtime.ranks.failures import Failures
 from autopar.runtime.stages.seeds import Seeds
 from autopar.runtime.variants.buckets import Buckets
 from autopar.runtime.variants.module_calls import ModuleCall
+from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
 
 Momenta = dict[str, tuple[torch.nn.Module, float]]
 """By path a batch norm, and the momentum that the program has."""
 
 
+FORWARD_ALONE = (
+    "the model was parallelized with mode='inference', which runs forward alone and without gradients; to train it, "
+    "parallelize a model with mode='training', and load autopar.full_state_dict(model)"
+)
 EXTRA = "_extra_state"
 """Under which torch keeps what is no tensor of the model; checkpoints know it."""
 P = ParamSpec("P")
@@ -51,6 +56,7 @@ class ParallelRun:
         world: the process group of all ranks in which it was made; None on one device, which needs none.
         failures: those of its steps, on the ranks that run it together; None on one device.
         leads: for a pipeline, whether this rank is the first of its group; None if every rank has a part of all.
+        written: buffers that a program of this rank writes.
         compiled_as: the options with which a ``torch.compile`` around a call compiled the programs.
         statistics_anew, statistics_staying: batch norms whose momentum is None, and those whose momentum is 0.
     """
@@ -76,6 +82,8 @@ class ParallelRun:
     layouts_change = False
     layout = 0
     compiled_as: Any = None
+    inference = False
+    """The model runs forward alone."""
     evaluates_otherwise = False
     """Eval mode is another graph than that of training, and is captured by itself."""
 
@@ -92,6 +100,7 @@ class ParallelRun:
         self.statistics_anew: Momenta = {}
         self.statistics_staying: Momenta = {}
         self.is_changing_mode = self._all_are_together = False
+        self.written: set[str] = set()
 
     # -- the module
 
@@ -234,6 +243,8 @@ class ParallelRun:
         training = self.modes.training
         if training == self.trained:
             return
+        if self.inference:
+            raise RunError(f"train() ({self.modes.shown()}): {FORWARD_ALONE}")
         if not training and self._is_told_to_evaluate(self.trained):
             self.have_evaluation()
         elif not self.follows_modes:
@@ -283,6 +294,21 @@ class ParallelRun:
             return False
         self.prepare_evaluation(sides)
         return True
+
+    def check_without_gradients(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> None:
+        """Refuse a call of a model for inference that would want gradients.
+
+        Raises:
+            RunError: an input or a parameter requires grad, and gradients are on; it says which.
+        """
+        if not torch.is_grad_enabled():
+            return
+        wanting = [
+            f"input {pytree.keystr(path)}" for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]
+            if isinstance(x, torch.Tensor) and x.requires_grad
+        ] + [f"parameter '{name}'" for name, param in self.named_parameters() if param.requires_grad]
+        if wanting:
+            raise RunError(f"{first_few(wanting)} requires grad: {FORWARD_ALONE}; or call it under torch.no_grad()")
 
     def check_trains(self) -> None:
         """Refuse a training step of a module that was put into eval mode, or that gives several losses.

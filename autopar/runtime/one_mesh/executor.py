@@ -112,6 +112,7 @@ class MeshRun(ParallelRun):
             captured: what the stage is of.
         """
         self.captured, self.stage, self.totals_kept = captured, stage, None
+        self.written |= {*captured.graph.written}
         self.batch = Batch(
             captured, self.signature, self.device, self.shards_of(stage)
         )

@@ -7,6 +7,8 @@ values never change.
 
 from __future__ import annotations
 
+from autopar.rules.aliasing import may_alias
+from autopar.rules.operator_call import call_of
 from autopar.words.graph import Graph
 
 
@@ -18,7 +20,9 @@ def outliving(graph: Graph) -> frozenset[str]:
             continue
         reached = {i}
         for n in range(i + 1, len(graph.nodes)):
-            if any(r.node in reached for r in graph.nodes[n].refs):
+            if any(r.node in reached for r in graph.nodes[n].refs) and not (
+                graph.forward_only and not may_alias(call_of(graph.nodes[n], graph.spec))
+            ):  # what is computed of the old value and kept by nobody may lie where it likes
                 reached.add(n)
         others = {ref.node for name, ref in graph.updates.items() if name != node.target}
         if reached & others or any(graph.nodes[n].needs_grad for n in reached):

@@ -44,6 +44,8 @@ from autopar.words.autocasting import autocast_now, shown
 
 KEPT = 8
 """Programs of one module that are kept beside the one that runs."""
+KEPT_IN_INFERENCE = 64
+"""The same of a module that runs forward alone: one for each bucket of batch and length."""
 MOST_GATHERED = 4 * 2**30
 """Bytes of a model that is gathered on every rank to be captured again and compared with eager mode; of a larger one
 a capture reads shapes alone."""
@@ -110,15 +112,16 @@ class Programs:
         compare: for every new capture; None where captures are trusted.
         shapes: follow calls with other shapes; else these are refused.
         values: follow values that change; else these are refused.
+        most: how many programs are kept beside the one that runs.
     """
 
     def __init__(
         self, model: torch.nn.Module, example: Example | None, ranks: list[int], replan: Callable[..., Any] | None,
-        compare: Compare | None, *, shapes: bool, values: bool,
+        compare: Compare | None, *, shapes: bool, values: bool, most: int = KEPT,
     ) -> None:  # fmt: skip
         self.example = example
         self.ranks, self.replan, self.compare = ranks, replan, compare
-        self.shapes, self.values = shapes, values
+        self.shapes, self.values, self.most = shapes, values, most
         self.kept: list[Fields] = []
         """Programs that do not run now, the one that was used last at the end."""
         self.meeting = CollectiveLog(ranks) if len(ranks) > 1 else None
@@ -210,7 +213,7 @@ class Programs:
             pm.resume_program(before)
             raise
         pm.compared.next_one()
-        self.kept = [*self.kept, before][-KEPT:]
+        self.kept = [*self.kept, before][-self.most :]
 
     def _fits(self, pm: Any, call: ModuleCall) -> bool:
         """Check whether the running program takes a call; where shapes are not followed, it raises its own error.
@@ -362,10 +365,10 @@ class Programs:
         pm.take_program(new, call, self.replan, all_well)
         pm.trained = training
         self.captures += 1
-        if self.captures == KEPT + 1 and (not dist.is_initialized() or dist.get_rank() == 0):
+        if self.captures == self.most + 1 and (not dist.is_initialized() or dist.get_rank() == 0):
             warnings.warn(
                 f"this module has been captured {self.captures} times since parallelize, for calls and values that "
-                f"differ, and keeps the {KEPT} programs that were used last: each new one costs seconds. Pad batches "
+                f"differ, and keeps the {self.most} programs that were used last: each new one costs seconds. Pad batches "
                 "to a few sizes, and pass numbers that change as tensors\n" + what,
                 stacklevel=6,
             )

@@ -110,8 +110,10 @@ def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner
     return replan
 
 
-def _stored(pm: ParallelRun, graph: Graph) -> dict[str, str]:
+def _stored(pm: Any, graph: Graph) -> dict[str, str]:
     """Return how the parameters are stored, as pins; none on one device, where nothing is placed.
+
+    In inference also buffers that some program writes: what one has cached is where the other reads it.
 
     Args:
         graph: the graph that is to be planned. A parameter that the module has frozen since (an average of it, say)
@@ -124,6 +126,9 @@ def _stored(pm: ParallelRun, graph: Graph) -> dict[str, str]:
         if isinstance(param, DTensor) and name not in renewed:
             whole = replicated_placement(wanted.get(name, param.requires_grad))
             pins[name] = ",".join(f"S{p.dim}" if isinstance(p, Shard) else whole for p in param.placements)
+    if pm.inference:
+        kept = pm.written | {*graph.written}
+        pins |= {name: state.text for name, (_, state) in pm.stage.buffers.items() if name in kept}
     return pins
 
 

@@ -25,6 +25,7 @@ from autopar.planner.intra_op.building.integer_program import Item, OnlyWith, Pr
 from autopar.planner.intra_op.building.overlap_terms import overlaps, parameter_overlaps
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
+from autopar.planner.intra_op.kept_state import storage_options
 from autopar.planner.intra_op.memory.kept import KeptBytes, StrategyRows
 from autopar.planner.intra_op.memory.ledger import Ledger
 from autopar.planner.intra_op.memory.memory_choices import MemoryOffers
@@ -61,6 +62,8 @@ class Builder:
         choose_memory: let gathered copies be regathered in the backward instead of being kept, and results be
             given up by decisions about tensors.
         blocks: names of the operators with which blocks begin, if they are known.
+        stored: buffers whose storage is decided (:mod:`autopar.planner.intra_op.kept_state`).
+        stored_states: pinned placements of these, by name.
     """
 
     graph: Graph
@@ -80,11 +83,14 @@ class Builder:
     choose_recompute: bool = False
     choose_memory: bool = False
     blocks: Sequence[str] = ()
+    stored: frozenset[int] = frozenset()
+    stored_states: Mapping[str, State] = field(default_factory=dict)
 
     def build(self) -> tuple[Problem, Decoder]:
         """Return the integer program, and the decoder of its solutions."""
         graph, counts = self.graph, self.fold.counts
-        groups = read_alike(graph, self.fold, self._segment_of)
+        names = {graph.nodes[i].target: i for i in self.stored}
+        groups = read_alike(graph, self.fold, self._segment_of, names)
         chains, chain_of = self._chains(groups, counts)
         for chain in chains if self.choose_recompute else ():
             self._offers.recompute(chain, counts)
@@ -107,6 +113,7 @@ class Builder:
 
         parameters, may_hide, made_as = self._add_parameters(items, item_of, groups, wanted)
         arrivals = self._add_arrivals(items, item_of, made_as)
+        storage = self._add_storage(items, item_of, groups, made_as, wanted, row_of)
         tensors: list[Tensor] = []
         only_with: list[OnlyWith] = []
         outputs: dict[int, tuple[int, list[State]]] = {}
@@ -124,6 +131,7 @@ class Builder:
                         readers.append(entry)
                         only_with += pieces_for_copies(self.pricer.mesh, item_of[i], states, *entry)
                 readers += self._add_outputs(items, outputs, group, states)
+                readers += [(item_of[buffer], made_as[buffer], ()) for buffer in dict.fromkeys(group.kept)]
                 if readers:
                     tensors.append(flow(graph, self.pricer, self.microbatches, group, item_of[i], states, readers))
         if not items:  # no parameter and no gradient: solvers want one decision, and this one changes nothing
@@ -148,9 +156,9 @@ class Builder:
         )  # fmt: skip
         moments = None
         if kept is not None:
-            moments = MomentRows(kept, self.fold, problem, parameters, self.optimizer, self.microbatches)
+            moments = MomentRows(kept, self.fold, problem, parameters, self.optimizer, self.microbatches, storage)
         may = self._offers.recomputable if self.choose_recompute else None
-        return problem, Decoder(graph, self.fold, chains, parameters, outputs, arrivals, may, moments)
+        return problem, Decoder(graph, self.fold, chains, parameters, outputs, arrivals, may, moments, storage)
 
     def _add_parameters(
         self, items: list[Item], item_of: dict[int, int], groups: Mapping[int, list[ReadAlike]],
@@ -220,6 +228,37 @@ class Builder:
             for s in made_as if not s.has_units
         }  # fmt: skip
         return sorted({whole, *fixed})
+
+    # -- buffers that are kept from call to call
+
+    def _add_storage(
+        self, items: list[Item], item_of: dict[int, int], groups: Mapping[int, list[ReadAlike]],
+        made_as: dict[int, list[State]], wanted: Callable[[int, int], list[State]],
+        row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]],
+    ) -> dict[int, tuple[int, list[State]]]:  # fmt: skip
+        """Add an item for each class of stored buffers; return by item its node and placements.
+
+        What a buffer is written from is read by this item, and what it holds is made by it: both in one placement.
+        """
+        graph, rep = self.graph, self.fold.representative
+        classes = sorted({rep[i] for i in self.stored})
+        near: dict[int, list[State]] = {i: [] for i in classes}
+        for i, of_node in groups.items():
+            for group in of_node:
+                if i in near:
+                    near[i] += [s for reader, position in group.readers for s in wanted(reader, position)]
+                for buffer in group.kept:
+                    rows, k = row_of.get(i, ([], 0))
+                    near[buffer] += [row[k].outs[position_of(graph.nodes[i], group.ref.out)] for row in rows]
+        storage: dict[int, tuple[int, list[State]]] = {}
+        for i in classes:
+            node = graph.nodes[i]
+            made_as[i] = storage_options(node, near[i], self.pricer.mesh, self.stored_states.get(node.target))
+            n_bytes = tuple(self.fold.counts[i] * float(self.pricer.local_bytes(node.out, s)) for s in made_as[i])
+            item_of[i] = len(items)
+            storage[len(items)] = i, made_as[i]
+            items.append(Item(node.name, (0.0,) * len(n_bytes), n_bytes))
+        return storage
 
     # -- tensors of earlier stages
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.planner.intra_op.building.chains import Chain
@@ -27,6 +27,7 @@ class Decided(NamedTuple):
         inputs: states in which tensors of earlier stages arrive, by input name.
         recomputed: operators that run a second time in the backward.
         tensors: by decision about memory, the tensors that it is made for, by :func:`~autopar.plans.plan.reshard_key`.
+        buffers: placements of stored buffers, by name.
     """
 
     ops: dict[int, Strategy]
@@ -35,12 +36,14 @@ class Decided(NamedTuple):
     inputs: dict[str, State]
     recomputed: frozenset[int] = frozenset()
     tensors: Mapping[str, frozenset[str]] = {}
+    buffers: Mapping[str, State] = {}
 
     @property
     def cuts(self) -> object:
         """All but decisions about memory; equal for equal decisions about one graph."""
         names = tuple([strategy.names for strategy in self.ops.values()])
-        return names, tuple(self.params.values()), tuple(self.outputs.values()), tuple(self.inputs.values())
+        states = (self.outputs, self.inputs, self.buffers)
+        return names, tuple(self.params.values()), tuple(tuple(of.values()) for of in states)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Decoder:
             what each strategy means for it.
         recomputable: the operators that may be recomputed, where that was a choice.
         moments: rows of the program for the bytes at moments of a step, where memory was limited.
+        storage: by item, the first of a class of stored buffers, and the placement of each strategy.
     """
 
     graph: Graph
@@ -63,6 +67,7 @@ class Decoder:
     arrivals: Mapping[int, tuple[str, Sequence[State]]]
     recomputable: Recomputable | None = None
     moments: MomentRows | None = None
+    storage: Mapping[int, tuple[int, Sequence[State]]] = field(default_factory=dict)
 
     def decided(self, picked: Sequence[int]) -> Decided:
         """Return the decisions of a solution, which picks one strategy per item, for every node of the graph."""
@@ -72,6 +77,7 @@ class Decoder:
         recomputed = {node for chain, row in rows if chain.recomputed for node in chain.recomputed[row]}
         regathered = {read for chain, row in rows if chain.regathered for read in chain.regathered[row]}
         given_up = {n: name for chain, row in rows if chain.given_up for n, name in chain.given_up[row].items()}
+        stored = {node: states[picked[item]] for item, (node, states) in self.storage.items()}
         nodes, members = self.graph.nodes, list(enumerate(self.fold.representative))
         inputs_of: dict[int, list[int]] = {}
         for node, position in regathered:
@@ -83,6 +89,7 @@ class Decoder:
             {name: states[picked[item]] for item, (name, states) in self.arrivals.items()},
             frozenset(i for i, r in members if r in recomputed),
             {REGATHER.name: frozenset(reshard_key(self.graph, ref) for ref in refs), **self._results(given_up)},
+            {nodes[i].target: stored[r] for i, r in members if r in stored},
         )  # fmt: skip
 
     def all_given_up(self) -> list[dict[str, frozenset[str]]]:

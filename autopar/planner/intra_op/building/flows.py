@@ -6,7 +6,7 @@ is a state of its own, next to the same state kept, and steps to it cost both ga
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,12 +30,15 @@ class ReadAlike:
     readers: tuple[tuple[int, int], ...] = ()
     outputs: tuple[int, ...] = ()
     updates: tuple[str, ...] = ()
+    kept: tuple[int, ...] = ()  # the classes of stored buffers whose new value it is
 
 
-def read_alike(graph: Graph, fold: Fold, again: Collection[int]) -> dict[int, list[ReadAlike]]:
+def read_alike(
+    graph: Graph, fold: Fold, again: Collection[int], stored: Mapping[str, int] | None = None
+) -> dict[int, list[ReadAlike]]:
     """Return hot tensors by the representative of their producer, those with the same readers together.
 
-    ``again`` are the operators of recomputed segments.
+    ``again`` are the operators of recomputed segments, ``stored`` the buffers whose placement is decided.
     """
     rep = fold.representative
     by_node: dict[int, dict[object, ReadAlike]] = {}
@@ -44,11 +47,16 @@ def read_alike(graph: Graph, fold: Fold, again: Collection[int]) -> dict[int, li
         if isinstance(out, Ref):
             out_of.setdefault(out, []).append(number)
     update_of: dict[Ref, list[str]] = {}
+    kept_of: dict[Ref, list[int]] = {}
+    decided = stored or {}
     for name, ref in graph.updates.items():
-        update_of.setdefault(ref, []).append(name)
+        if name in decided:
+            kept_of.setdefault(ref, []).append(rep[decided[name]])
+        else:
+            update_of.setdefault(ref, []).append(name)
     for i, node in enumerate(graph.nodes):
-        if not node.hot or node.kind == "buffer":  # a frozen parameter that the forward writes lies whole
-            continue
+        if not node.hot or (node.kind == "buffer" and node.target not in decided):
+            continue  # a frozen parameter that the forward writes lies whole
         for k, spec in enumerate(node.outs):
             if spec is None:
                 continue
@@ -60,10 +68,11 @@ def read_alike(graph: Graph, fold: Fold, again: Collection[int]) -> dict[int, li
             else:
                 readers = tuple(sorted({(rep[c], p) for c, p in read}))
             outs, updates = tuple(out_of.get(ref, ())), tuple(update_of.get(ref, ()))
+            kept = tuple(kept_of.get(ref, ()))
             of_node = by_node.setdefault(rep[i], {})
-            key = (k, readers, outs, updates)
+            key = (k, readers, outs, updates, kept)
             if key not in of_node:
-                of_node[key] = ReadAlike(Ref(rep[i], k), 0, 0, readers, outs, updates)
+                of_node[key] = ReadAlike(Ref(rep[i], k), 0, 0, readers, outs, updates, kept)
             of_node[key].count += 1
             of_node[key].again += 1 if read and read[0][0] in again else 0
     return {i: list(g.values()) for i, g in by_node.items()}

@@ -15,7 +15,7 @@ A block that repeats has one choice for all. Of a moment within one of the block
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -48,6 +48,7 @@ class MomentRows:
     Args:
         kept: what autograd keeps.
         parameters: by item, the node and the choices of a parameter (of a class).
+        storage: the items of stored buffers.
 
     Attributes:
         at_once: all that is recomputed of a block is counted as recomputed at once. Else less is counted: no more than
@@ -57,9 +58,10 @@ class MomentRows:
     def __init__(
         self, kept: KeptBytes, fold: Fold, problem: Problem,
         parameters: Mapping[int, tuple[int, Sequence[ParamChoice]]], optimizer: str, microbatches: int,
+        storage: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
-        self.optimizer, self.microbatches = optimizer, microbatches
+        self.optimizer, self.microbatches, self.storage = optimizer, microbatches, storage
         self.at_once = True
         self._first: dict[bool, tuple[MomentBytes, ...]] = {}
         self.graph: Graph = kept.rows.graph
@@ -136,6 +138,8 @@ class MomentRows:
     def _state(self, gradient: Callable[[int], float]) -> list[list[float]]:
         """Return stored state, gathered copies, and gradients of the parameters of a class that have theirs."""
         items = [[0.0] * len(item.n_bytes) for item in self.problem.items]
+        for item in self.storage:
+            items[item] = [*self.problem.items[item].n_bytes]
         nodes_of = self._nodes_of
         for item, (i, _) in self.parameters.items():
             n = len(nodes_of[i])

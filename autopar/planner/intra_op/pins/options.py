@@ -39,6 +39,7 @@ class Options:
             solver, which a search over many meshes spends on the one of which it tells.
         blocks: names of the operators with which blocks begin, where known: recomputation is block
             by block. By default those of the repeated stretches that folding finds.
+        buffers: placements of buffers that are stored already, by name, in a graph without gradients.
     """
 
     constraints: Mapping[str, Mapping[str, str]] | None = None
@@ -57,6 +58,7 @@ class Options:
     may_recompute: bool = True
     explains: bool = True
     blocks: Sequence[str] = ()
+    buffers: Mapping[str, State] | None = None
 
     @property
     def named_axes(self) -> frozenset[str]:

@@ -130,6 +130,7 @@ def _mixed(graph: Graph, decoder: Decoder, before: Choice, after: Choice, cut: i
         return graph.index[key.partition("#")[0]]
 
     inputs = {n.target: i for i, n in graph.of_kind("input")}
+    names = {n.target: n.name for _, n in graph.of_kind("buffer")}
     outputs: Sequence[Any] = graph.outputs
 
     def pick(a: dict[Any, Any], b: dict[Any, Any], node_of: Callable[[Any], int]) -> dict[Any, Any]:
@@ -145,4 +146,5 @@ def _mixed(graph: Graph, decoder: Decoder, before: Choice, after: Choice, cut: i
             | frozenset(key for key in second.tensors.get(name, ()) if made_by(key) >= cut)
             for name in {**first.tensors, **second.tensors}
         },
+        pick(dict(first.buffers), dict(second.buffers), lambda name: graph.index[names[name]]),
     )  # fmt: skip
