@@ -136,15 +136,19 @@ class WorkFinder:
 
     def chained(self, product: Product) -> bool:
         """Return whether a product takes what is computed element by element of another product's result."""
-        todo, makers = [product.source], {p.node for p in self.products}
+        todo, seen, makers, made = [product.source], set[int](), {p.node for p in self.products}, False
         while todo:
             i = todo.pop()
+            node, rule = self.graph.nodes[i], self.rules[i]
             if i in makers:
-                return True
-            rule = self.rules[i]
-            if rule is not None and rule.kind in ("none", "pointwise"):
-                todo += [ref.node for ref in self.graph.nodes[i].refs if ref.node in self.graph.from_inputs]
-        return False
+                made = True
+                continue
+            before = [ref.node for ref in node.refs if ref.node in self.graph.from_inputs]
+            if rule is None or rule.kind not in ("none", "pointwise") or (".add" in node.target and len(before) > 1):
+                return False  # a norm, attention, the sum of a residual
+            todo += [n for n in before if n not in seen]
+            seen |= set(before)
+        return made
 
     def _products(self) -> Iterator[Product]:
         graph = self.graph
