@@ -222,7 +222,7 @@ def show(answer: Answer, top: int, like: list[str]) -> None:
         f"{show_seconds(served.token_seconds)}",
         f"  {served.requests_per_second:.3g} requests/s, {served.tokens_per_second_per_device:,.1f} tokens/s per device, "
         f"{served.tokens_per_second_per_user:,.1f} per user",
-        "  a decode step: " + ", ".join(f"{k} {show_seconds(v)}" for k, v in served.parts.items() if v > 0),
+        "  a step of full decodes: " + ", ".join(f"{k} {show_seconds(v)}" for k, v in served.parts.items() if v > 0),
     )  # fmt: skip
     if served.transfer_seconds:
         print_lines(f"  the cache of a prompt moves in {show_seconds(served.transfer_seconds)}")
@@ -235,7 +235,7 @@ def show(answer: Answer, top: int, like: list[str]) -> None:
         parts = ", ".join(f"{k} {show_seconds(v)}" for k, v in each.served.parts.items() if v > 0)
         memory = each.workers[0].memory
         fits = "fits" if memory.total <= memory.limit else "does not fit"
-        print_lines(f"    a decode step: {parts}",
+        print_lines(f"    a step of full decodes: {parts}",
                     f"    memory {show_bytes(memory.total)} of {show_bytes(memory.limit)}: {fits}")  # fmt: skip
     if top > 1:
         _table("layouts that keep the limits", answer.ranked[:top])

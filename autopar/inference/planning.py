@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
 import torch
 
-from autopar.errors import ClusterError, InfeasibleError, PlanError
+from autopar.errors import ClusterError, InfeasibleError, PlanError, closest
 from autopar.inference.attention_calls import attention_calls, seen_tokens
-from autopar.inference.forward_capture import Forward, captured_forward
+from autopar.inference.forward_capture import Forward, captured_forward, most_positions
 from autopar.inference.front import Deployment, front, missed, order, ranked
 from autopar.inference.layout_words import layout_in
 from autopar.inference.model_work import ModelWork, WorkFinder, expert_matrices
@@ -83,6 +83,7 @@ def plan_serving(
     args, kwargs = inputs
     say("capturing the forward")
     forward = captured_forward(model, args, kwargs)
+    _check_positions(model, forward, load)
     windows = _windows(forward, model, inputs, load)
     finder = WorkFinder(forward, windows, formats, kind.fuses)
     shape = shape_of(finder)
@@ -126,6 +127,19 @@ def check_load(load: ServingLoad) -> None:
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
+
+
+def _check_positions(model: torch.nn.Module, forward: Forward, load: ServingLoad) -> None:
+    """Refuse requests that are longer than the model has positions."""
+    longest = load.input_tokens + load.output_tokens
+    said = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    tables = most_positions(forward)
+    most = min((n for n in (said, tables) if isinstance(n, int)), default=longest)
+    if longest > most:
+        raise PlanError(
+            f"--isl {load.input_tokens} and --osl {load.output_tokens} are {longest:,} tokens, and the model has "
+            f"{most:,} positions; give shorter requests, or a model for longer ones"
+        )
 
 
 def _windows(
@@ -210,6 +224,46 @@ def cuts_of_block(finder: WorkFinder, plan: StagePlan) -> dict[str, str]:
     return cuts
 
 
+# --- as autopar.plan calls it -------------------------------------------------------------------------------------------
+
+ARGUMENTS = {
+    "input_tokens": int, "output_tokens": int, "prefix_tokens": int, "first_token_seconds": float,
+    "token_seconds": float, "requests_per_second": float, "engine": str, "cache_precision": str, "devices": int,
+    "cost_per_hour": float, "precision": str,
+}  # fmt: skip
+"""Arguments of ``autopar.plan(..., mode="inference")`` beside model, cluster and inputs."""
+
+
+def planned(
+    model: torch.nn.Module, cluster: Cluster, inputs: tuple[Sequence[Any], Mapping[str, Any]], serving: Mapping[str, Any],
+    like: str | None = None, cluster_name: str = "",
+) -> ServingPlan:  # fmt: skip
+    """Return the plan of :func:`plan_serving` by the arguments of :func:`autopar.plan`.
+
+    Raises:
+        PlanError: an argument is not known, is missing or has another type; and what :func:`plan_serving` raises.
+    """
+    for name, value in serving.items():
+        if name not in ARGUMENTS:
+            raise PlanError(f"plan(mode='inference') has no argument {name}; {closest(name, ARGUMENTS)}")
+        kind = ARGUMENTS[name]
+        right = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        if value is not None and not right:
+            raise PlanError(f"{name} is {value!r}; give {'a number' if kind is float else f'a {kind.__name__}'}")
+    lengths = ServingLoad.__dataclass_fields__
+    missing = [name for name in ("input_tokens", "output_tokens") if serving.get(name) is None]
+    if missing:
+        raise PlanError(f"plan(mode='inference') needs {missing[0]}")
+    load = ServingLoad(**{name: value for name, value in serving.items() if name in lengths and value is not None})
+    others = {name: value for name, value in serving.items() if name not in lengths and value is not None}
+    words = [like] if like is not None else []
+    answer = plan_serving(model, cluster, inputs, load, like=words, cluster_name=cluster_name, **others)
+    if not answer.like:
+        return answer.plan
+    given = answer.like[0]
+    return replace(answer.plan, workers=given.workers, served=given.served, devices=given.devices)
+
+
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -279,4 +333,4 @@ def _infeasible(setting: Setting, found: Sequence[Deployment]) -> InfeasibleErro
     )
 
 
-__all__ = ["Answer", "check_load", "cuts_of_block", "plan_serving", "shape_of"]
+__all__ = ["Answer", "check_load", "cuts_of_block", "plan_serving", "planned", "shape_of"]
