@@ -135,20 +135,21 @@ class WorkFinder:
         return frozenset(found)
 
     def chained(self, product: Product) -> bool:
-        """Return whether a product takes what is computed element by element of another product's result."""
-        todo, seen, makers, made = [product.source], set[int](), {p.node for p in self.products}, False
+        """Return whether a product takes what is computed element by element of products of the same rows."""
+        sources: set[int] = set()  # what these take: a residual is the sum of products of different rows
+        todo, seen, makers = [product.source], set[int](), {p.node: p.source for p in self.products}
         while todo:
             i = todo.pop()
-            node, rule = self.graph.nodes[i], self.rules[i]
             if i in makers:
-                made = True
+                sources.add(makers[i])
                 continue
-            before = [ref.node for ref in node.refs if ref.node in self.graph.from_inputs]
-            if rule is None or rule.kind not in ("none", "pointwise") or (".add" in node.target and len(before) > 1):
-                return False  # a norm, attention, the sum of a residual
-            todo += [n for n in before if n not in seen]
-            seen |= set(before)
-        return made
+            rule = self.rules[i]
+            if rule is None or rule.kind not in ("none", "pointwise"):
+                return False  # a norm, attention, an embedding
+            before = {ref.node for ref in self.graph.nodes[i].refs if ref.node in self.graph.from_inputs} - seen
+            todo += before
+            seen |= before
+        return len(sources) == 1
 
     def _products(self) -> Iterator[Product]:
         graph = self.graph

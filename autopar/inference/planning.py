@@ -158,7 +158,10 @@ def _windows(
         )
     longest = min(load.input_tokens + load.output_tokens, MOST_TOKENS_SEEN)
     long = captured_forward(model, *inputs, longest)
-    seen = [seen_tokens(long.graph, call, long.constants) for call in attention_calls(long.graph)]
+    found = attention_calls(long.graph)
+    one = {(call.mask, call.causal): call for call in found}  # layers share masks, which are large
+    masks = {key: seen_tokens(long.graph, call, long.constants) for key, call in one.items()}
+    seen = [masks[call.mask, call.causal] for call in found]
     if len(seen) != len(calls):
         raise PlanError(
             f"the model has {len(calls)} attentions with a prompt of {forward.tokens} tokens and {len(seen)} with one "
