@@ -85,7 +85,7 @@ class Lengths:
         if data == 0 or self.rows[length] % data:
             return None
         rows = max(1, min(ROUND // length, self.rows[length] // data))
-        words = ",".join([f"dp={data}", f"cp={context}", f"tp={tensor}", f"mbs={rows}", *(["sp"] if tensor > 1 else [])])
+        words = f"dp={data},cp={context},tp={tensor},mbs={rows}{',sp' if tensor > 1 else ''}"
         for keeping in KEEPING:
             row = self.layouts[length].price(cluster, f"{words},{keeping}")
             if row.fits:
@@ -108,12 +108,13 @@ class Study:
 
     Attributes:
         priced: layouts by length and mesh.
-        moves: moves that were priced, by meshes; a move back takes as long.
+        moves: moves that were priced, by the sizes of tensor parallelism: these alone decide how parameters are stored.
+            A move back takes as long.
     """
 
     cluster: Cluster
     priced: Mapping[int, Mapping[Mesh, PricedLayout]]
-    moves: dict[tuple[Mesh, Mesh], ParameterMove] = field(default_factory=dict)
+    moves: dict[tuple[int, int], ParameterMove] = field(default_factory=dict)
 
     @classmethod
     def of(cls, lengths: Lengths, cluster: Cluster, meshes: Iterable[Mesh]) -> Study:
@@ -128,13 +129,14 @@ class Study:
 
     def move(self, short: Mesh, long: Mesh) -> ParameterMove:
         """Return the price of moving parameters and moments from the layout of short steps to that of long ones."""
-        if (short, long) not in self.moves:
+        key = short[0], long[0]
+        if key not in self.moves:
             sides = [
                 stored_parameters(row.plan, row.captured.graph, range(self.cluster.n_devices), n_moments=MOMENTS)
                 for row in (self.priced[n][mesh] for n, mesh in zip(sorted(self.priced), (short, long)))
             ]
-            self.moves[short, long] = move(*sides, self.cluster)
-        return self.moves[short, long]
+            self.moves[key] = move(*sides, self.cluster)
+        return self.moves[key]
 
     def fixed(self, share: float) -> Way | None:
         """Return the best single mesh."""
@@ -195,12 +197,11 @@ def main(plot: Path | None = None) -> dict[int, dict[str, Way | None]]:
         for name, way in found[n].items():
             assert way is not None, f"no layout fits on {n} devices"
             print(f"  {name:10} {TOKENS / way.seconds:12,.0f} tokens/s; short {shown(study, way, SHORT)}, long "
-                  f"{shown(study, way, LONG)}; moving {1e3 * way.moving_seconds:.1f} ms of {1e3 * way.seconds:.1f}")  # fmt: skip
-        same = study.move(*found[n]["buckets"].meshes.values())
-        print(f"  buckets move {same.n_bytes} bytes")
+                  f"{shown(study, way, LONG)}; {1e3 * way.moving_seconds:.1f} ms of {1e3 * way.seconds:.1f} moving")
+        study.move(*found[n]["buckets"].meshes.values())
         for (a, b), one in study.moves.items():
-            print(f"  a move {a} to {b}: {1e3 * one.seconds:.1f} ms, {one.n_bytes / 1e9:.1f} GB, at most "
-                  f"{one.peak_bytes / 1e9:.1f} GB of a device, one by one {1e3 * one.one_by_one_seconds:.0f} ms")  # fmt: skip
+            print(f"  a move tp{a} to tp{b}: {1e3 * one.seconds:.1f} ms, {one.n_bytes / 1e9:.1f} GB, at most "
+                  f"{one.peak_bytes / 1e9:.1f} GB of a device; one by one {1e3 * one.one_by_one_seconds:.0f} ms")
     print("Gain over the fixed layout, by the part of steps that is long")
     for share in (0.1, 0.25, 0.5, 0.75, 0.9):
         print(f"  {share:4.0%}" + "".join(f"   {n}: {gains(study, share)}" for n, study in studies.items()))
