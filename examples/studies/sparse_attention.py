@@ -64,8 +64,7 @@ class Model:
         return 2 * self.head_size * 2
 
 
-LLAMA = Model("Llama3-8B", 32, 8, 128, 16.06e9)
-LWM = Model("LWM-7B", 32, 32, 128, 13.48e9)
+LLAMA, LWM = Model("Llama3-8B", 32, 8, 128, 16.06e9), Model("LWM-7B", 32, 32, 128, 13.48e9)
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,7 @@ def read_seconds(device: Device, n_bytes: float) -> float:
 
 
 def selected(block: int, cluster: float) -> float:
-    """Tokens of a head that are selected in blocks of a size, for what BUDGET gives in blocks of BUDGET_BLOCK.
-
-    An interval of c tokens touches (c + b - 1) / b blocks of b tokens in the mean.
-    """
+    """Tokens of a head that have to be selected: c neighbours touch (c + b - 1) / b blocks of b tokens in the mean."""
     return BUDGET * (cluster + block - 1) / (cluster + BUDGET_BLOCK - 1)
 
 
@@ -167,7 +163,7 @@ def best(at: Setting, context: float, way: str, largest: int = 256) -> tuple[flo
 
 def main(plot: Path | None = None) -> dict[str, float]:
     """Print the tables of the page, and draw its plot; return the numbers that are compared with SparseServe's."""
-    links = {name: builtin_links()[name].bandwidth_bytes_per_second for name in ("pcie4", "pcie5")}
+    links = {name: link.bandwidth_bytes_per_second for name, link in builtin_links().items()}
     h100, gh200, a100 = (load_device(name) for name in ("H100-SXM-80GB", "GH200-96GB", "A100-SXM-40GB"))
     ways = {
         "PCIe 4, copies": Setting(LLAMA, h100, links["pcie4"], 32, fused=False),
@@ -194,15 +190,14 @@ def main(plot: Path | None = None) -> dict[str, float]:
         at = ways["PCIe 5, one kernel"]
         found = [best(at, context, way) for way in ("full", "sparse", "host")]
         print(f"  {context:7}" + "".join(f"{rate:9,.0f} ({batch})" for rate, batch in found))
-    numbers = compared(a100, links["pcie4"])
     if plot is not None:
         draw(plot, ways, a100, links["pcie4"])
-    return numbers
+    return compared(a100, links["pcie4"])
 
 
 def compared(a100: Device, link: float) -> dict[str, float]:
     """What SparseServe measured (A100 of 40 GB, PCIe 4.0) beside this account of it."""
-    print("Beside SparseServe's measurements: A100 of 40 GB, PCIe 4.0, blocks of 32 tokens, contexts as given here")
+    print("Beside SparseServe's measurements: A100 of 40 GB, PCIe 4.0, blocks of 32 tokens")
     numbers = {}
     for model, context, published in ((LWM, 16384, (2.93, 2.23, 2.96)), (LLAMA, 32768, (3.14, 2.03, 4.24))):
         host = Setting(model, a100, link, 32)
@@ -221,9 +216,8 @@ def compared(a100: Device, link: float) -> dict[str, float]:
     misses = {batch: batch * (1 - hits_at(host, 16384, batch)) for batch in (6, 12)}
     numbers["loads"] = misses[12] / misses[6]
     print(f"  blocks loaded, batch 6 to 12: {misses[12] / misses[6]:.1f} times; measured 21.36")
-    slow, fast = transfer_seconds(replace(host, fused=False), 1024), transfer_seconds(host, 1024)
-    numbers["loading"] = slow / fast
-    print(f"  loading by copies takes {slow / fast:.1f} times as long as by one kernel; measured: up to 9.97")
+    slower = transfer_seconds(replace(host, fused=False), 1024) / transfer_seconds(host, 1024)
+    print(f"  loading by copies takes {slower:.1f} times as long as by one kernel; measured: up to 9.97")
     return numbers
 
 
@@ -235,9 +229,8 @@ def draw(plot: Path, ways: dict[str, Setting], a100: Device, link: float) -> Non
         for name, at in ways.items()
     ]
     even = Line("full attention on the device", [(blocks[0], 1.0), (blocks[-1], 1.0)], dashed=True)
-    rates = [
-        Line(name, [(c, break_even_hits(at, c)) for c in (4096 * 2**k for k in range(8))]) for name, at in ways.items()
-    ]
+    contexts = [4096 * 2**k for k in range(8)]
+    rates = [Line(name, [(c, break_even_hits(at, c)) for c in contexts]) for name, at in ways.items()]
     host = Setting(LWM, a100, link, 32)
     batches = range(1, 17)
     by_batch = [
