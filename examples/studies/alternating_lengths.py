@@ -39,9 +39,9 @@ SHARE = 0.5
 """The part of steps that have long sequences."""
 ROUND = 16384
 """Tokens that a group of tensor and context parallel ranks takes at once, at most: a long sequence, 32 short ones."""
-CLUSTERS = {8: "dgx-h100", 32: "dgx-h100-x4", 128: "dgx-h100-x16", 512: "dgx-h100-x64", 1024: "dgx-h100-x128"}
-TENSOR, CONTEXT, MOST = (1, 2, 4, 8), (1, 2, 4, 8, 16), 16
-"""Sizes that are tried, and the largest product of the two."""
+CLUSTERS = {8: "dgx-h100", 64: "dgx-h100-x8", 256: "dgx-h100-x32", 1024: "dgx-h100-x128"}
+TENSOR, CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8, 16)
+"""Sizes that are tried: those whose product is a machine or less, or what as many rows as there are need."""
 KEEPING = ("zero=1", "zero=1,recompute=full", "zero=3,recompute=full")
 """Ways to have the memory, the fastest first; the first that fits is taken. All store parameters alike."""
 MOMENTS = 2
@@ -175,8 +175,9 @@ class Study:
         return {"fixed": self.fixed(share), "buckets": self.buckets(share), "re-planned": self.replanned(share)}
 
 
-def meshes(most: int = MOST) -> list[Mesh]:
-    """Return the meshes that are tried."""
+def meshes(devices: int) -> list[Mesh]:
+    """Return the meshes that are tried on so many devices."""
+    most = max(8, devices // (TOKENS // LONG))
     return [(t, c) for t in TENSOR for c in CONTEXT if t * c <= most]
 
 
@@ -190,9 +191,10 @@ def shown(study: Study, way: Way, length: int) -> str:
 def main(plot: Path | None = None) -> dict[int, dict[str, Way | None]]:
     """Print the tables of the page, and draw its plot; return the ways by number of devices."""
     lengths = Lengths.of(LLAMA, (SHORT, LONG), TOKENS)
-    studies = {n: Study.of(lengths, get_cluster(name), meshes()) for n, name in CLUSTERS.items()}
-    found = {n: study.ways(SHARE) for n, study in studies.items()}
-    for n, study in studies.items():
+    studies, found = {}, {}
+    for n, name in CLUSTERS.items():
+        study = studies[n] = Study.of(lengths, get_cluster(name), meshes(n))
+        found[n] = study.ways(SHARE)
         print(f"{n} devices")
         for name, way in found[n].items():
             assert way is not None, f"no layout fits on {n} devices"

@@ -74,7 +74,7 @@ class Shape:
         return self.layers * 2 * self.kv_heads * HEAD * 2
 
     def wider(self, factor: float) -> Shape:
-        """A shape with so many times the parameters, and as many layers."""
+        """Return a shape with so many times the parameters, and as many layers."""
         dim = HEAD * round(self.dim / HEAD * math.sqrt(factor))
         rest = factor * self.parameters / self.layers - 2 * dim * dim - 2 * dim * self.kv_heads * HEAD
         return replace(self, dim=dim, inner=64 * round(rest / (3 * dim) / 64))
@@ -146,7 +146,7 @@ class Step:
 
 
 def trained(shape: Shape, devices: dict[int, str], rows: int = ROWS, length: int = LENGTH) -> dict[int, Step | None]:
-    """A training step by the number of devices: the first layout of MENU that fits; None where none does."""
+    """Price a training step by the number of devices: the first layout of MENU that fits; None where none does."""
     with torch.device("meta"):
         model, ids = Streams(shape), torch.zeros(rows, length, dtype=torch.long)
     layouts = autopar.layouts(model, (ids, ids), precision="bf16-mixed")
@@ -165,7 +165,7 @@ def trained(shape: Shape, devices: dict[int, str], rows: int = ROWS, length: int
 
 
 def decoding(shape: Shape, requests: int, context: int, samples: int = 1) -> tuple[float, float]:
-    """Seconds and bytes of a decoding step on one H100 in bfloat16; ``samples`` of each request share its prompt."""
+    """Return seconds and bytes of a decoding step on an H100 in bfloat16; ``samples`` of a request share its prompt."""
     device, rows = load_device("H100-SXM-80GB"), requests * shape.streams * samples
     seconds, kernels = 0.0, shape.layers * 10 * (device.kernel_seconds or 0.0)
     for n, k in (*shape.products * shape.layers, (shape.words, shape.dim)):
@@ -180,14 +180,14 @@ def decoding(shape: Shape, requests: int, context: int, samples: int = 1) -> tup
 
 
 def more_tokens(parameters: float, factor: float) -> float | None:
-    """Times the tokens by which training lowers the loss as so many times the parameters do; None if none do."""
+    """Return by how many times the tokens training lowers the loss as so many times the parameters do; None if none do."""
     a, alpha, b, beta = CHINCHILLA
     left = b / TRAINED_TOKENS**beta - a / parameters**alpha * (1 - factor**-alpha)
     return (b / TRAINED_TOKENS**beta / left) ** (1 / beta) if left > 0 else None
 
 
 def decoding_break_even(streams: Shape, wide: Shape, context: int, largest: int = 512) -> int:
-    """The most requests in flight at which a step of streams is no slower than one of more parameters; 0: none."""
+    """Return the most requests in flight at which a step of streams is no slower than one of more parameters; 0: none."""
     fast = [b for b in range(1, largest + 1) if decoding(streams, b, context)[0] <= decoding(wide, b, context)[0]]
     return max(fast, default=0)
 

@@ -80,28 +80,28 @@ class Setting:
 
 
 def read_seconds(device: Device, n_bytes: float) -> float:
-    """Seconds of reading device memory."""
+    """Return the seconds of reading device memory."""
     return op_seconds(device, "pointwise", 0.0, n_bytes, "bfloat16") if n_bytes else 0.0
 
 
 def selected(block: int, cluster: float) -> float:
-    """Tokens of a head that have to be selected: c neighbours touch (c + b - 1) / b blocks of b tokens in the mean."""
+    """Return the tokens of a head to select: c neighbours touch (c + b - 1) / b blocks of b tokens in the mean."""
     return BUDGET * (cluster + block - 1) / (cluster + BUDGET_BLOCK - 1)
 
 
 def weights_seconds(at: Setting, sparse: bool) -> float:
-    """Seconds of a step that no request adds to: weights are read once, kernels are started."""
+    """Return the seconds of a step that no request adds to: weights are read once, kernels are started."""
     kernels = at.model.layers * (KERNELS + SELECTING * sparse) * (at.device.kernel_seconds or 0.0)
     return read_seconds(at.device, at.model.weight_bytes) + kernels
 
 
 def full_seconds(at: Setting, context: float) -> float:
-    """Seconds that a request adds to a step with full attention, its cache on the device."""
+    """Return what a request adds to a step with full attention, its cache on the device, in seconds."""
     return read_seconds(at.device, context * at.model.token_bytes)
 
 
 def transfer_seconds(at: Setting, misses: float) -> float:
-    """Seconds of bringing so many tokens of each head in blocks; exposed: a layer's query selects them."""
+    """Return the seconds of bringing so many tokens of each head in blocks; exposed: a layer's query selects them."""
     n_bytes = misses * at.model.token_bytes
     if at.fused:
         return n_bytes / (KERNEL_FRACTION * at.link)
@@ -110,14 +110,14 @@ def transfer_seconds(at: Setting, misses: float) -> float:
 
 
 def sparse_seconds(at: Setting, context: float, hits: float) -> float:
-    """Seconds that a request adds to a step with sparse attention: the index, selected blocks, and those that miss."""
+    """Return what a request adds to a step with sparse attention: index, selected blocks, and those that miss."""
     tokens = min(selected(at.block, at.cluster), context)
     index = context / at.block * at.model.token_bytes  # two vectors for each block and head, as of one token
     return read_seconds(at.device, index + tokens * at.model.token_bytes) + transfer_seconds(at, (1 - hits) * tokens)
 
 
 def break_even_hits(at: Setting, context: float) -> float | None:
-    """The hit rate from which sparse attention over host memory is no slower than full attention on the device."""
+    """Return the hit rate from which sparse attention over host memory is no slower than full attention on the device."""
     room = full_seconds(at, context) - sparse_seconds(at, context, 1.0)
     if room < 0:
         return None  # not even if all blocks are there
@@ -125,19 +125,19 @@ def break_even_hits(at: Setting, context: float) -> float | None:
 
 
 def break_even_blocks(at: Setting, context: float, hits: float) -> tuple[int, int] | None:
-    """The finest and the coarsest block (powers of two) that are no slower than full attention; None if none is."""
+    """Return the finest and the coarsest block (powers of two) that are no slower than full attention."""
     blocks = [2**k for k in range(15) if 2**k <= context]
     fine = [b for b in blocks if sparse_seconds(replace(at, block=b), context, hits) <= full_seconds(at, context)]
     return (fine[0], fine[-1]) if fine else None
 
 
 def memory_left(at: Setting) -> float:
-    """Bytes of the device for caches."""
+    """Return the bytes of the device for caches."""
     return (1 - RESERVED) * at.device.memory_bytes - at.model.weight_bytes
 
 
 def hits_at(at: Setting, context: float, batch: int) -> float:
-    """The hit rate of a batch: the best one while all working sets fit, then in proportion to what fits of one."""
+    """Return the hit rate of a batch: the best one while all working sets fit, then in proportion to what fits of one."""
     index = context / at.block * at.model.token_bytes
     tokens = memory_left(at) / batch - index
     wanted = min(WORKING_SET * selected(at.block, at.cluster), context)
@@ -145,7 +145,7 @@ def hits_at(at: Setting, context: float, batch: int) -> float:
 
 
 def throughput(at: Setting, context: float, batch: int, way: str) -> float | None:
-    """Tokens per second of a batch; None where its caches do not fit. ``way``: full, sparse (on the device), host."""
+    """Return tokens per second of a batch; None if caches do not fit. ``way``: full, sparse (on the device), host."""
     if way != "host" and batch * context * at.model.token_bytes > memory_left(at):
         return None
     if way == "full":
@@ -156,7 +156,7 @@ def throughput(at: Setting, context: float, batch: int, way: str) -> float | Non
 
 
 def best(at: Setting, context: float, way: str, largest: int = 256) -> tuple[float, int]:
-    """The most tokens per second, and the batch; (0, 0) where not even one request fits."""
+    """Return the most tokens per second, and the batch; (0, 0) where not even one request fits."""
     found = [(throughput(at, context, batch, way) or 0.0, batch) for batch in range(1, largest + 1)]
     return max(found, key=lambda pair: pair[0]) if found[0][0] else (0.0, 0)
 
@@ -196,7 +196,7 @@ def main(plot: Path | None = None) -> dict[str, float]:
 
 
 def compared(a100: Device, link: float) -> dict[str, float]:
-    """What SparseServe measured (A100 of 40 GB, PCIe 4.0) beside this account of it."""
+    """Print what SparseServe measured (A100 of 40 GB, PCIe 4.0) beside this account of it."""
     print("Beside SparseServe's measurements: A100 of 40 GB, PCIe 4.0, blocks of 32 tokens")
     numbers = {}
     for model, context, published in ((LWM, 16384, (2.93, 2.23, 2.96)), (LLAMA, 32768, (3.14, 2.03, 4.24))):
