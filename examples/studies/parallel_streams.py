@@ -180,14 +180,14 @@ def decoding(shape: Shape, requests: int, context: int, samples: int = 1) -> tup
 
 
 def more_tokens(parameters: float, factor: float) -> float | None:
-    """Return by how many times the tokens training lowers the loss as so many times the parameters do; None if none do."""
+    """Return how many times the tokens lower the loss as so many times the parameters do; None if none do."""
     a, alpha, b, beta = CHINCHILLA
     left = b / TRAINED_TOKENS**beta - a / parameters**alpha * (1 - factor**-alpha)
     return (b / TRAINED_TOKENS**beta / left) ** (1 / beta) if left > 0 else None
 
 
 def decoding_break_even(streams: Shape, wide: Shape, context: int, largest: int = 512) -> int:
-    """Return the most requests in flight at which a step of streams is no slower than one of more parameters; 0: none."""
+    """Return the most requests at which a step of streams is no slower than one of more parameters; 0: none."""
     fast = [b for b in range(1, largest + 1) if decoding(streams, b, context)[0] <= decoding(wide, b, context)[0]]
     return max(fast, default=0)
 

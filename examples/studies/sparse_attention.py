@@ -117,7 +117,7 @@ def sparse_seconds(at: Setting, context: float, hits: float) -> float:
 
 
 def break_even_hits(at: Setting, context: float) -> float | None:
-    """Return the hit rate from which sparse attention over host memory is no slower than full attention on the device."""
+    """Return the hit rate from which sparse attention is no slower than full attention; None if no rate will do."""
     room = full_seconds(at, context) - sparse_seconds(at, context, 1.0)
     if room < 0:
         return None  # not even if all blocks are there
@@ -137,7 +137,7 @@ def memory_left(at: Setting) -> float:
 
 
 def hits_at(at: Setting, context: float, batch: int) -> float:
-    """Return the hit rate of a batch: the best one while all working sets fit, then in proportion to what fits of one."""
+    """Return the hit rate of a batch: the best while all working sets fit, then in proportion to what fits of one."""
     index = context / at.block * at.model.token_bytes
     tokens = memory_left(at) / batch - index
     wanted = min(WORKING_SET * selected(at.block, at.cluster), context)
