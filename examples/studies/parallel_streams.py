@@ -35,7 +35,7 @@ LEARNED = 48
 ROWS, LENGTH = 512, 2048
 """The batch of a step."""
 DEVICES = {1: "dgx-h100@0", 4: "dgx-h100@0-3", 16: "dgx-h100-x2", 64: "dgx-h100-x8"}
-MENU = ("mbs=8", "mbs=4", "mbs=2", "mbs=1", "mbs=1,recompute=every:2", "mbs=1,recompute=full")
+MENU = ("mbs=8", "mbs=4", "mbs=2", "mbs=1", "mbs=1,recompute=full")
 """Microbatches on each data rank, the fastest first; the first that fits is taken."""
 HEAD = 128
 
