@@ -37,13 +37,13 @@ TOKENS = 1 << 20
 """Tokens of a step, of either length."""
 SHARE = 0.5
 """The part of steps that have long sequences."""
-ROUND = 16384
-"""Tokens that a group of tensor and context parallel ranks takes at once, at most: a long sequence, 32 short ones."""
+ROUNDS = (16384, 8192, 4096, 2048)
+"""Tokens that a group of tensor and context parallel ranks takes at once: a long sequence; up to 32 short ones."""
 CLUSTERS = {8: "dgx-h100", 64: "dgx-h100-x8", 256: "dgx-h100-x32", 1024: "dgx-h100-x128"}
 TENSOR, CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8, 16)
 """Sizes that are tried: those whose product is a machine or less, or what as many rows as there are need."""
 KEEPING = ("zero=1", "zero=1,recompute=full", "zero=3,recompute=full")
-"""Ways to have the memory, the fastest first; the first that fits is taken. All store parameters alike."""
+"""Ways to have the memory, the fastest first; of the first that fits, the most tokens at once. All store alike."""
 MOMENTS = 2
 """Tensors of the optimizer (AdamW) that move with each parameter."""
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -84,12 +84,14 @@ class Lengths:
         data = cluster.n_devices // (tensor * context)
         if data == 0 or self.rows[length] % data:
             return None
-        rows = max(1, min(ROUND // length, self.rows[length] // data))
-        words = f"dp={data},cp={context},tp={tensor},mbs={rows}{',sp' if tensor > 1 else ''}"
+        most = self.rows[length] // data
+        sizes = dict.fromkeys(min(most, n // length) for n in ROUNDS if n >= length)
+        words = f"dp={data},cp={context},tp={tensor}{',sp' if tensor > 1 else ''}"
         for keeping in KEEPING:
-            row = self.layouts[length].price(cluster, f"{words},{keeping}")
-            if row.fits:
-                return row
+            for rows in sizes:
+                row = self.layouts[length].price(cluster, f"{words},mbs={rows},{keeping}")
+                if row.fits:
+                    return row
         return None
 
 
@@ -182,9 +184,9 @@ def meshes(devices: int) -> list[Mesh]:
 
 
 def shown(study: Study, way: Way, length: int) -> str:
-    """Return a mesh in words: ``dp8 cp4 tp2 zero=1``."""
+    """Return a mesh in words: ``dp8 cp4 tp2 mbs=1,zero=1``."""
     tensor, context = way.meshes[length]
-    keeping = study.priced[length][tensor, context].layout.text.partition("zero")
+    keeping = study.priced[length][tensor, context].layout.text.partition("mbs")
     return f"dp{study.cluster.n_devices // (tensor * context)} cp{context} tp{tensor} {keeping[1]}{keeping[2]}"
 
 
