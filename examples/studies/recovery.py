@@ -7,33 +7,24 @@ random. docs/studies/recovery.md has the result, and says which numbers are assu
 
 from __future__ import annotations
 
-import contextlib
 import heapq
-import json
 import math
 import os
 import random
 import signal
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import elastic_restart
 import plotting
 import torch
-import torch.distributed as dist
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from train_elastic import ranks_of  # noqa: E402
-
-import autopar  # noqa: E402
-from autopar.plans.clusters import get_cluster  # noqa: E402
-from cost_models.costs import costs_of  # noqa: E402
+import autopar
+from autopar.plans.clusters import get_cluster
+from cost_models.costs import costs_of
 
 # What is assumed; the page says where the published ones are from.
 DEVICE_HOURS = 54 * 24 * 16384 / 419
@@ -52,85 +43,8 @@ GROUPS = 30 / 10_000
 """Seconds to make process groups for each device: 30 s on 10,000 (MegaScale)."""
 MACHINE, SPARES_LACK = 8, 0.01
 """Devices of a machine, which is a stage of a replica; probability with which spares may not suffice."""
-ROWS, LENGTH, STAGES = 2048, 8192, 16
-SMALL, EVERY, LIMIT = 1024, 4, 240
-
-
-# --- the measured job
-
-
-def job(folder: Path) -> None:
-    """A job that notes when it comes to what; it starts from its last save."""
-    def note(what: str) -> None:
-        if os.environ["RANK"] == "0":
-            with (folder / "notes").open("a") as notes:
-                notes.write(json.dumps([what, time.time()]) + "\n")
-
-    note("started")
-    dist.init_process_group("gloo")
-    note("met")
-    torch.manual_seed(0)
-    x, model = torch.randn(8, SMALL), nn.Sequential(*(nn.Linear(SMALL, SMALL) for _ in range(8)))
-    cut = {"params": {"*": "S0 use"}} if dist.get_world_size() > 1 else {}
-    pm = autopar.parallelize(model, example_inputs=x, loss_fn=lambda y: y.square().mean(), **cut)
-    note("planned")
-    optimizer = torch.optim.AdamW(pm.parameters())
-    checkpoint = autopar.Checkpoint(folder / "saves", pm, optimizer)
-    step = checkpoint.load() or 0
-    note("loaded")
-    while step < 3 * EVERY:
-        pm.train_step(x, optimizer=optimizer)
-        step += 1
-        note("step")
-        if step % EVERY == 0:
-            note("saves")
-            checkpoint.save(step, wait=step != EVERY)  # the first one is written while training goes on
-            note("goes on")
-            time.sleep(1.0)
-    dist.destroy_process_group()
-
-
-def measured(ranks: int, how: signal.Signals, silence: float = 5.0) -> dict[str, float]:
-    """Return the seconds from the loss of a rank to the next step, by part, and those for which saves stop a job."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        command = [sys.executable, "-m", "autopar.elastic", "--nproc-per-node", str(ranks), __file__, name]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-                       "AUTOPAR_SILENCE_SECONDS": str(silence)}  # fmt: skip
-        agent = subprocess.Popen(command, env=environment)
-        limit = time.monotonic() + LIMIT
-
-        def notes(since: float = 0.0) -> dict[str, list[float]]:
-            found: dict[str, list[float]] = {}
-            for line in (folder / "notes").read_text().splitlines() if (folder / "notes").exists() else []:
-                what, at = json.loads(line)
-                found.setdefault(what, []).extend([at] if at > since else [])
-            return found
-
-        def until(reached: Callable[[], bool]) -> float:
-            while not reached():
-                if agent.poll() is not None or time.monotonic() > limit:
-                    raise RuntimeError(f"the measured job of {ranks} ranks ended with {agent.poll()}, or hangs")
-                time.sleep(0.02)
-            return time.time()
-
-        try:
-            until(lambda: len(notes().get("goes on", ())) == 2)
-            old = ranks_of(agent.pid)
-            lost = time.time()
-            os.kill(old[-1], how)
-            ended = until(lambda: not set(old) & set(ranks_of(agent.pid)))
-            until(lambda: bool(notes(ended).get("step")))
-        finally:
-            left = ranks_of(agent.pid) if agent.poll() is None else []
-            for end, pid in [(signal.SIGTERM, agent.pid), *((signal.SIGKILL, pid) for pid in left)]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, end)
-            agent.wait(LIMIT)
-        at = [lost, ended, *(notes(ended)[what][0] for what in ("started", "met", "planned", "loaded", "step"))]
-        stops = [b - a for a, b in zip(notes()["saves"], notes()["goes on"])]
-    parts = ("noticed", "process", "met", "planned", "loaded", "first step")
-    return {**{part: b - a for part, a, b in zip(parts, at, at[1:])}, "save": stops[1], "save while training": stops[0]}
+ROWS, LENGTH, STAGES, CHUNKS = 2048, 8192, 16, 7
+FAILURES, DEVICES = 3000, (1024, 2048, 4096, 8192, 16384)
 
 
 # --- what the steps of a large job take
@@ -172,6 +86,14 @@ def llama_405b() -> nn.Module:
         return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
+def in_slots(replicas: int) -> float:
+    """Return a step in times of a microbatch: with these of each replica in equal rounds, and with the bubble."""
+    m = math.ceil(ROWS / replicas)
+    while m % (m // STAGES):
+        m += 1
+    return m + (STAGES - 1) / CHUNKS
+
+
 def jobs(numbers: Sequence[int], small: dict[str, float], hang: float) -> list[Job]:
     """Return the job on each number of devices; ``small``: what was measured where a rank is killed."""
     model, found = llama_405b(), []
@@ -184,10 +106,9 @@ def jobs(numbers: Sequence[int], small: dict[str, float], hang: float) -> list[J
     for n in numbers:
         began, replicas = time.process_time(), n // MACHINE // STAGES
         cluster = get_cluster(f"dgx-h100-x{n // MACHINE}")
-        priced = of_model.price(cluster, f"tp={MACHINE},pp={STAGES},dp={replicas},vp=7,zero=1,sp")
+        priced = of_model.price(cluster, f"tp={MACHINE},pp={STAGES},dp={replicas},vp={CHUNKS},zero=1,sp,recompute=full")
         planned = captured + time.process_time() - began
-        m = ROWS // replicas
-        slowed = (math.ceil(ROWS / (replicas - 1)) + (STAGES - 1) / 7) / (m + (STAGES - 1) / 7)
+        slowed = in_slots(replicas - 1) / in_slots(replicas)
         started = small["process"] + small["met"] + GROUPS * n
         found.append(Job(
             n, priced.seconds, slowed, state / n / HOST, state / n / STORAGE, small["noticed"], hang,
@@ -241,28 +162,29 @@ def spares_for(mtbf: float, wait: float) -> int:
     return k
 
 
-def lost(job: Job, how: Strategy, device_hours: float = DEVICE_HOURS, wait: float = WAIT, failures: int = 3000) -> float:
+def lost(
+    job: Job, how: Strategy, device_hours: float = DEVICE_HOURS, wait: float = WAIT, failures: int = FAILURES
+) -> float:
     """Return the part of the devices' time that is lost, spares included, in a simulation of so many failures."""
-    draw = random.Random(0)
-    mtbf = 3600 * device_hours / job.devices
+    draw, mtbf = random.Random(0), 3600 * device_hours / job.devices
     spares = spares_for(mtbf, wait) if how.spares else 0
     save = job.write if how.together else job.copy if how.stages else job.stall
     every = job.step if how.stages else max(interval(save, mtbf), job.step, 0.0 if how.together else job.write)
-    back = job.restart + 0.0
     now = work = 0.0
-    broken: list[float] = []
+    broken: list[float] = []  # when each broken machine is replaced
     fails = draw.expovariate(1 / mtbf)
     for _ in range(failures):
-        while True:  # one interval between saves after the other
+        while True:  # from save to save
             while broken and broken[0] <= now:
                 heapq.heappop(broken)
-                now += back if how.elastic else 0.0  # a save has just been written
-            speed = job.slowed ** -len(broken) if how.elastic else 1.0
-            if (end := now + every / speed + save) > fails:
+                now += job.restart if how.elastic else 0.0  # which begins at the save
+            length = every * (job.slowed if broken and how.elastic else 1.0) + save
+            if now + length > fails:
                 break
-            now, work = end, work + every
-        heapq.heappush(broken, fails + wait)
-        while True:  # until no failure meets the recovery
+            n = max(1, int((min(fails, broken[0] if broken else fails) - now) / length))
+            now, work = now + n * length, work + n * every
+        while True:  # until a recovery ends before the next failure
+            heapq.heappush(broken, fails + wait)
             now = max(now, fails) + (job.hang if draw.random() < HANGS else job.kill)
             if not how.elastic and len(broken) > spares:
                 now = max(now, heapq.heappop(broken))
@@ -270,11 +192,54 @@ def lost(job: Job, how: Strategy, device_hours: float = DEVICE_HOURS, wait: floa
             fails += draw.expovariate(1 / mtbf)
             if fails > now:
                 break
-            heapq.heappush(broken, fails + wait)
             now = fails
     return 1 - work * job.devices / (now * (job.devices + MACHINE * spares))
 
 
+def report(found: Sequence[Job], plot: Path | None) -> dict[tuple[int, str], float]:
+    """Print the table, draw the plot, and return the lost part of the time by number of devices and strategy."""
+    table = {(job.devices, how.name): lost(job, how) for job in found for how in STRATEGIES}
+    print("| devices | hours between failures | step, s | saves that stop the job, every | spare machines | "
+          + " | ".join(how.name for how in STRATEGIES) + " |\n" + "|---" * (5 + len(STRATEGIES)) + "|")  # fmt: skip
+    for job in found:
+        mtbf = 3600 * DEVICE_HOURS / job.devices
+        lose = (table[job.devices, how.name] for how in STRATEGIES)
+        cells = (f"{part:.2%}, {part * 86400 / job.step:.0f} steps" for part in lose)
+        print(f"| {job.devices:,} | {mtbf / 3600:.1f} | {job.step:.1f} | {interval(job.write, mtbf):.0f} s | "
+              f"{spares_for(mtbf, WAIT)} | {' | '.join(cells)} |")  # fmt: skip
+    if plot is None:
+        return table
+    large = found[-1]
+    rates, waits = [DEVICE_HOURS * 2**k for k in range(-4, 3)], [60 * 4.0**k for k in range(6)]
+
+    def lines(points: Callable[[Strategy], list[tuple[float, float]]]) -> list[plotting.Line]:
+        return [plotting.Line(how.name, [(x, 100 * y) for x, y in points(how)]) for how in STRATEGIES]
+
+    title, what = f"{large.devices:,} devices", "time lost, %"
+    plotting.write(plot, [
+        plotting.Panel("failures as of Llama 3", "devices", what,
+                       lines(lambda how: [(job.devices, table[job.devices, how.name]) for job in found]), log_x=True),
+        plotting.Panel(title, "device-hours for each failure", what,
+                       lines(lambda how: [(x, lost(large, how, x)) for x in rates]), log_x=True, log_y=True),
+        plotting.Panel(title, "minutes until a machine is replaced", what,
+                       lines(lambda how: [(x / 60, lost(large, how, wait=x)) for x in waits]), log_x=True, log_y=True),
+    ])  # fmt: skip
+    return table
+
+
+def main(plot: Path | None) -> None:
+    """Measure, price, simulate."""
+    runs = {(2, signal.SIGKILL): {}, (2, signal.SIGSTOP): {}, (4, signal.SIGKILL): {}}
+    for ranks, how in runs:
+        runs[ranks, how] = elastic_restart.measured(ranks, how)
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in runs[ranks, how].items())
+        print(f"{how.name} of one of {ranks} ranks, load {os.getloadavg()[0]:.0f}: {parts} s", flush=True)
+    hang = SILENCE + max(0.0, runs[2, signal.SIGSTOP]["noticed"] - elastic_restart.SILENCE)
+    found = jobs(DEVICES, runs[2, signal.SIGKILL], hang)
+    for job in found:
+        print(f"{job.devices:,} devices, seconds: " + ", ".join(f"{k} {v:.3g}" for k, v in list(vars(job).items())[1:]))
+    report(found, plot)
+
+
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        job(Path(sys.argv[1]))
+    plotting.run(main)
