@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import plotting
 import torch
-from scheduler_environment import LayoutScheduling, PriceTable, price_table
+from scheduler_environment import LayoutScheduling, Planner, PriceTable, price_table
 from torch import nn
 
 CLUSTER, TOKENS, LENGTHS = "dgx-h100-x8", 2**20, (2048, 8192, 16384, 32768)
@@ -41,9 +41,9 @@ def llama_8b(length: int) -> nn.Module:
         return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def trace_of(steps: int, stay: int, draw: np.random.Generator, drifts: bool = False, n: int = len(SHARES)) -> np.ndarray:
-    """Return a length number for each step; each stays for `stay` steps. ``drifts``: from short ones to long ones."""
-    shares = np.resize(SHARES, n) / np.resize(SHARES, n).sum()
+def trace_of(steps: int, stay: int, draw: np.random.Generator, drifts: bool, n: int) -> np.ndarray:
+    """Return one of `n` lengths for each step; each stays for `stay` steps. ``drifts``: from short to long ones."""
+    shares = np.array(SHARES[:n]) / sum(SHARES[:n])
     parts = np.arange(0, steps, stay) / steps
     mixed = [(1 - part) * shares + part * shares[::-1] if drifts else shares for part in parts]
     return np.repeat([draw.choice(n, p=share) for share in mixed], stay)[:steps]
@@ -65,36 +65,10 @@ def truths(table: PriceTable, error: float, draw: np.random.Generator, steps: in
 # --- who schedules
 
 
-class Planner:
-    """The layouts that take the least time by the prices, switches included, for a trace that is known before."""
-
-    def __init__(self, environment: LayoutScheduling, seconds: np.ndarray | None = None) -> None:
-        table, trace = environment.table, environment.trace
-        seconds = np.where(table.fits, table.seconds if seconds is None else seconds, np.inf)
-        n = len(table.layouts)
-        switch = np.array([[environment.switch(a, b) for b in range(n)] for a in range(n)])
-        total, came = switch[environment.first] + seconds[trace[0]], []
-        for length in trace[1:]:
-            by_last = total[:, None] + switch
-            came.append(by_last.argmin(0))
-            total = by_last.min(0) + seconds[length]
-        path = [int(total.argmin())]
-        for last in reversed(came):
-            path.append(int(last[path[-1]]))
-        self.path, self.at = path[::-1], 0
-
-    def choose(self, seen: np.ndarray, info: dict[str, Any]) -> int:
-        self.at += 1
-        return self.path[self.at - 1]
-
-    def learn(self, info: dict[str, Any], action: int, reward: float, after: dict[str, Any]) -> None:
-        """Learn nothing."""
-
-
 class Bandit:
     """Discounted UCB with a table for each length. It has no prices; it is told what fits if `told`."""
 
-    def __init__(self, environment: LayoutScheduling, told: bool = True, discount: float = 0.999, width: float = 0.15):
+    def __init__(self, environment: LayoutScheduling, told: bool = True, discount: float = 0.999, width: float = 0.05):
         self.sums, self.counts = (np.zeros(environment.table.seconds.shape) for _ in range(2))
         self.told, self.discount, self.width = told, discount, width
 
@@ -114,12 +88,12 @@ class Bandit:
 class PolicyGradient:
     """REINFORCE on a net with one hidden layer, which sees the state; it has no prices, and is told what fits."""
 
-    def __init__(self, environment: LayoutScheduling, batch=32, horizon=0.9, lr=5e-3, ent=.01) -> None:
+    def __init__(self, environment: LayoutScheduling, batch: int = 16, horizon: float = 0.5) -> None:
         n_lengths, n_layouts = environment.table.seconds.shape
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(n_lengths + 2 * n_layouts, 64), nn.Tanh(), nn.Linear(64, n_layouts))
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr)
-        self.ent=ent;self.batch, self.horizon, self.usual = batch, horizon, np.zeros(n_lengths)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), 2e-2)
+        self.batch, self.horizon, self.usual = batch, horizon, np.zeros(n_lengths)
         self.draw, self.kept = np.random.default_rng(1), []
 
     def choose(self, seen: np.ndarray, info: dict[str, Any]) -> int:
@@ -142,7 +116,7 @@ class PolicyGradient:
         logs = self.net(torch.stack(seen)).masked_fill(~torch.stack(fits), -1e9).log_softmax(-1)
         taken = logs[torch.arange(self.batch), torch.tensor(actions)]
         entropy = -(logs.exp() * logs).sum(-1)
-        loss = -(taken * (value - value.mean()) + self.ent * entropy).mean()
+        loss = -(taken * (value - value.mean()) + 0.001 * entropy).mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -219,7 +193,7 @@ def trial(
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Return by learner its tokens/s over the planner's in the second half, and from which step on it is near.
 
-    Means over seeds; the best fixed layout and the planner that knows the true speeds are listed beside them.
+    Both are means over seeds.
     """
     found: dict[str, list[tuple[float, float]]] = {}
     for seed in range(seeds):
@@ -231,5 +205,53 @@ def trial(
             rows = run(environment, make(environment), seed)
             ratio = rate(rows[steps // 2 :]) / rate(planner[steps // 2 :])
             found.setdefault(name, []).append((ratio, near_from(rows, planner, min(WINDOW, steps // 4))))
-    return {name: (float(np.mean([r for r, _ in all_])), float(np.mean([n for _, n in all_])))
-            for name, all_ in found.items()}  # fmt: skip
+    return {name: tuple(map(float, np.mean(of_seeds, 0))) for name, of_seeds in found.items()}
+
+
+Trials = dict[str, dict[float, dict[str, tuple[float, float]]]]
+
+
+def study(table: PriceTable, **sizes: int) -> Trials:
+    """Return the trials by what changes and its value; ``sizes``: ``steps`` and ``seeds``."""
+    kinds: dict[str, tuple[Sequence[float], Callable[[float], dict[str, Any]]]] = {
+        "noise": ((0.02, 0.1, 0.3, 1.0), lambda x: {"noise": x}),
+        "noise, lengths drift": ((0.1,), lambda x: {"noise": x, "drifts": True}),
+        "steps that a length stays": ((1, 10, 30, 100, 300), lambda x: {"stay": int(x)}),
+        "error of prices": ((0.05, 0.1, 0.2, 0.4), lambda x: {"error": x}),
+        "steps that speeds stay": ((100, 300, 1000, 2000), lambda x: {"error": 0.2, "every": int(x)}),
+    }
+    found: Trials = {}
+    for kind, (values, of_value) in kinds.items():
+        for x in values:
+            learners = LEARNERS | (UNTOLD if kind.startswith("noise") else {})
+            found.setdefault(kind, {})[x] = row = trial(table, learners, **of_value(x), **sizes)
+            cells = (f"{name} {ratio:.3f} from {near:.0f}" for name, (ratio, near) in row.items())
+            print(f"{kind} {x:g}: " + ", ".join(cells), flush=True)
+    return found
+
+
+def main(plot: Path | None) -> None:
+    """Price, try, draw."""
+    table = price_table(llama_8b, CLUSTER, LENGTHS, LAYOUTS, TOKENS)
+    for length, seconds, memory in zip(table.lengths, table.seconds, table.memory):
+        cells = (f"{table.named(a)} {s:.2f} s, {m / 2**30:.0f} GiB" for a, (s, m) in enumerate(zip(seconds, memory)))
+        print(f"{length} tokens: {'; '.join(cells)}")
+    print(f"limit {table.limit / 2**30:.1f} GiB; moves of {table.moves[table.moves > 0].min():.3f} to "
+          f"{table.moves.max():.3f} s")  # fmt: skip
+    draw_plot(study(table), plot)
+
+
+def draw_plot(found: Trials, plot: Path | None) -> None:
+    if plot is None:
+        return
+    panels = [
+        plotting.Panel(kind, kind, "tokens/s over the planner's",
+                       [plotting.Line(name, [(x, row[name][0]) for x, row in found[kind].items()])
+                        for name in LEARNERS], log_x=True)
+        for kind in ("steps that a length stays", "error of prices", "steps that speeds stay")
+    ]  # fmt: skip
+    plotting.write(plot, panels)
+
+
+if __name__ == "__main__":
+    plotting.run(main)

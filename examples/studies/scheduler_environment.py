@@ -182,3 +182,29 @@ class LayoutScheduling(BASE):
         length = int(self.trace[min(self.at, len(self.trace) - 1)])
         return {"seconds": seconds, "switch_seconds": switch, "tokens": tokens, "length": length,
                 "layout": self.layout, "fits": self.table.fits[length]}  # fmt: skip
+
+
+class Planner:
+    """The layouts that take the least time by the prices, switches included, for a trace that is known before."""
+
+    def __init__(self, environment: LayoutScheduling, seconds: np.ndarray | None = None) -> None:
+        table, trace = environment.table, environment.trace
+        seconds = np.where(table.fits, table.seconds if seconds is None else seconds, np.inf)
+        n = len(table.layouts)
+        switch = np.array([[environment.switch(a, b) for b in range(n)] for a in range(n)])
+        total, came = switch[environment.first] + seconds[trace[0]], []
+        for length in trace[1:]:
+            by_last = total[:, None] + switch
+            came.append(by_last.argmin(0))
+            total = by_last.min(0) + seconds[length]
+        path = [int(total.argmin())]
+        for last in reversed(came):
+            path.append(int(last[path[-1]]))
+        self.path, self.at = path[::-1], 0
+
+    def choose(self, seen: np.ndarray, info: dict[str, Any]) -> int:
+        self.at += 1
+        return self.path[self.at - 1]
+
+    def learn(self, info: dict[str, Any], action: int, reward: float, after: dict[str, Any]) -> None:
+        """Learn nothing."""
