@@ -23,7 +23,7 @@ from torch import nn
 import autopar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from train_elastic import ranks_of  # noqa: E402
+from train_elastic import ranks_of
 
 SMALL, EVERY, LIMIT, SILENCE = 1024, 4, 240, 5.0
 """Features, steps between saves, most seconds of a wait, and silence after which a rank is taken for dead."""

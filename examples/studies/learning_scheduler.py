@@ -22,7 +22,7 @@ CLUSTER, TOKENS, LENGTHS = "dgx-h100-x8", 2**20, (2048, 8192, 16384, 32768)
 LAYOUTS = ((1, 1, 64), (1, 2, 32), (1, 4, 16), (2, 1, 32), (2, 2, 16), (4, 1, 16), (4, 2, 8), (8, 1, 8))
 SHARES = (0.4, 0.3, 0.2, 0.1)
 """Of the lengths among the stays of a stationary trace."""
-STEPS, SEEDS, NEAR, WINDOW = 4000, 3, 0.95, 250
+STEPS, SEEDS, NEAR, WINDOW = 3000, 2, 0.95, 250
 STAY, NOISE = 100, 0.05
 """Steps for which a length stays, and noise of a step, where nothing else is said."""
 BELIEVED_ERROR, BELIEVED_NOISE = 0.1, 0.1
@@ -154,9 +154,7 @@ class LearningPlanner:
         self.variance[at] *= 1 - weight
 
 
-LEARNERS: dict[str, Callable[[LayoutScheduling], Any]] = {
-    "bandit (UCB)": Bandit, "policy gradient": PolicyGradient, "planner that learns": LearningPlanner,
-}  # fmt: skip
+LEARNERS = {"bandit (UCB)": Bandit, "policy gradient": PolicyGradient, "planner that learns": LearningPlanner}
 UNTOLD = {"bandit not told what fits": lambda environment: Bandit(environment, told=False)}
 
 
@@ -191,10 +189,7 @@ def trial(
     table: PriceTable, learners: dict[str, Any], *, steps: int = STEPS, seeds: int = SEEDS, stay: int = STAY,
     noise: float = NOISE, error: float = 0.0, every: int = 0, drifts: bool = False,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
-    """Return by learner its tokens/s over the planner's in the second half, and from which step on it is near.
-
-    Both are means over seeds.
-    """
+    """Return by learner its tokens/s over the planner's in the second half, and from which step on it is near."""
     found: dict[str, list[tuple[float, float]]] = {}
     for seed in range(seeds):
         draw = np.random.default_rng(seed)
@@ -218,7 +213,7 @@ def study(table: PriceTable, **sizes: int) -> Trials:
         "noise, lengths drift": ((0.1,), lambda x: {"noise": x, "drifts": True}),
         "steps that a length stays": ((1, 10, 30, 100, 300), lambda x: {"stay": int(x)}),
         "error of prices": ((0.05, 0.1, 0.2, 0.4), lambda x: {"error": x}),
-        "steps that speeds stay": ((100, 300, 1000, 2000), lambda x: {"error": 0.2, "every": int(x)}),
+        "steps that speeds stay": ((100, 300, 1000, 3000), lambda x: {"error": 0.2, "every": int(x)}),
     }
     found: Trials = {}
     for kind, (values, of_value) in kinds.items():
@@ -231,19 +226,17 @@ def study(table: PriceTable, **sizes: int) -> Trials:
 
 
 def main(plot: Path | None) -> None:
-    """Price, try, draw."""
     table = price_table(llama_8b, CLUSTER, LENGTHS, LAYOUTS, TOKENS)
     for length, seconds, memory in zip(table.lengths, table.seconds, table.memory):
         cells = (f"{table.named(a)} {s:.2f} s, {m / 2**30:.0f} GiB" for a, (s, m) in enumerate(zip(seconds, memory)))
         print(f"{length} tokens: {'; '.join(cells)}")
-    print(f"limit {table.limit / 2**30:.1f} GiB; moves of {table.moves[table.moves > 0].min():.3f} to "
-          f"{table.moves.max():.3f} s")  # fmt: skip
-    draw_plot(study(table), plot)
+    print(f"limit {table.limit / 2**30:.1f} GiB; moves of {table.moves[table.moves > 0].min():.3f} s and more")
+    found = study(table)
+    if plot is not None:
+        draw_plot(found, plot)
 
 
-def draw_plot(found: Trials, plot: Path | None) -> None:
-    if plot is None:
-        return
+def draw_plot(found: Trials, plot: Path) -> None:
     panels = [
         plotting.Panel(kind, kind, "tokens/s over the planner's",
                        [plotting.Line(name, [(x, row[name][0]) for x, row in found[kind].items()])

@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import elastic_restart
@@ -207,9 +207,13 @@ def report(found: Sequence[Job], plot: Path | None) -> dict[tuple[int, str], flo
         cells = (f"{part:.2%}, {part * 86400 / job.step:.0f} steps" for part in lose)
         print(f"| {job.devices:,} | {mtbf / 3600:.1f} | {job.step:.1f} | {interval(job.write, mtbf):.0f} s | "
               f"{spares_for(mtbf, WAIT)} | {' | '.join(cells)} |")  # fmt: skip
+    large = found[-1]
+    for what, changed in (("half the restart", replace(large, restart=large.restart / 2, regroup=large.regroup / 2)),
+                          ("hangs noticed like kills", replace(large, hang=large.kill))):  # fmt: skip
+        cells = (f"{how.name} {lost(changed, how):.2%}" for how in STRATEGIES)
+        print(f"{large.devices:,} devices, {what}: {', '.join(cells)}")
     if plot is None:
         return table
-    large = found[-1]
     rates, waits = [DEVICE_HOURS * 2**k for k in range(-4, 3)], [60 * 4.0**k for k in range(6)]
 
     def lines(points: Callable[[Strategy], list[tuple[float, float]]]) -> list[plotting.Line]:

@@ -66,7 +66,8 @@ def test_a_step_gives_tokens_per_second_less_the_switch(table: PriceTable) -> No
     assert seen[:2].tolist() == [1, 0] and seen[2:5].tolist() == [0, 1, 0]
     assert np.allclose(seen[5:], [50 / 80, 30 / 80, 20 / 80]) and info["length"] == 0
     seen, reward, ended, over, info = environment.step(0)
-    assert info["seconds"] == pytest.approx(1.0 + 2.0 + 0.1) and reward == pytest.approx(1 / 3.1) and not (ended or over)
+    assert info["seconds"] == pytest.approx(1.0 + 2.0 + 0.1) and reward == pytest.approx(1 / 3.1)
+    assert not (ended or over)
     assert environment.step(0)[1] == pytest.approx(1.0)  # no switch
     assert not environment._info(0.0, 0.0)["fits"][0]
     seen, reward, _, over, info = environment.step(0)  # does not fit at the longer length
