@@ -34,7 +34,7 @@ def job(folder: Path) -> None:
     def note(what: str) -> None:
         if os.environ["RANK"] == "0":
             with (folder / "notes").open("a") as notes:
-                notes.write(json.dumps([what, time.time()]) + "\n")
+                notes.write(json.dumps([what, time.time(), time.process_time()]) + "\n")
 
     note("started")
     dist.init_process_group("gloo")
@@ -61,7 +61,10 @@ def job(folder: Path) -> None:
 
 
 def measured(ranks: int, how: signal.Signals, silence: float = SILENCE) -> dict[str, float]:
-    """Return the seconds from the loss of a rank to the next step, by part, and those for which saves stop a job."""
+    """Return the seconds from the loss of a rank to the next step, by part, and those for which saves stop a job.
+
+    Parts named ``CPU`` are seconds of rank 0's processor: what a rank takes on a machine that is not shared.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [sys.executable, "-m", "autopar.elastic", "--nproc-per-node", str(ranks), __file__, name]
@@ -70,11 +73,12 @@ def measured(ranks: int, how: signal.Signals, silence: float = SILENCE) -> dict[
         agent = subprocess.Popen(command, env=environment)
         limit = time.monotonic() + LIMIT
 
-        def notes(since: float = 0.0) -> dict[str, list[float]]:
+        def notes(since: float = 0.0, kind: int = 0) -> dict[str, list[float]]:
+            """Of the clock (0) or of rank 0's processor (1), after `since`."""
             found: dict[str, list[float]] = {}
             for line in (folder / "notes").read_text().splitlines() if (folder / "notes").exists() else []:
-                what, at = json.loads(line)
-                found.setdefault(what, []).extend([at] if at > since else [])
+                what, *at = json.loads(line)
+                found.setdefault(what, []).extend([at[kind]] if at[0] > since else [])
             return found
 
         def until(reached: Callable[[], bool]) -> float:
@@ -98,9 +102,12 @@ def measured(ranks: int, how: signal.Signals, silence: float = SILENCE) -> dict[
                     os.kill(pid, end)
             agent.wait(LIMIT)
         at = [lost, ended, *(notes(ended)[what][0] for what in ("started", "met", "planned", "loaded", "step"))]
+        cpu = [0.0, *(notes(ended, 1)[what][0] for what in ("met", "planned", "loaded"))]
         stops = [b - a for a, b in zip(notes()["saves"], notes()["goes on"])]
     parts = ("noticed", "process", "met", "planned", "loaded", "first step")
-    return {**{part: b - a for part, a, b in zip(parts, at, at[1:])}, "save": stops[1], "save while training": stops[0]}
+    on_cpu = {f"CPU {part}": b - a for part, a, b in zip(("process", "planned", "loaded"), cpu, cpu[1:])}
+    of_clock = {part: b - a for part, a, b in zip(parts, at, at[1:])}
+    return {**of_clock, "save": stops[1], "save while training": stops[0], **on_cpu}
 
 
 if __name__ == "__main__":

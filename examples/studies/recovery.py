@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import elastic_restart
@@ -109,7 +110,7 @@ def jobs(numbers: Sequence[int], small: dict[str, float], hang: float) -> list[J
         priced = of_model.price(cluster, f"tp={MACHINE},pp={STAGES},dp={replicas},vp={CHUNKS},zero=1,sp,recompute=full")
         planned = captured + time.process_time() - began
         slowed = in_slots(replicas - 1) / in_slots(replicas)
-        started = small["process"] + small["met"] + GROUPS * n
+        started = small["CPU process"] + GROUPS * n
         found.append(Job(
             n, priced.seconds, slowed, state / n / HOST, state / n / STORAGE, small["noticed"], hang,
             started + planned + state / n / STORAGE, GROUPS * n, costs_of(cluster).transfer(0, MACHINE, state / n),
@@ -196,21 +197,22 @@ def lost(
     return 1 - work * job.devices / (now * (job.devices + MACHINE * spares))
 
 
-def report(found: Sequence[Job], plot: Path | None) -> dict[tuple[int, str], float]:
+def report(found: Sequence[Job], plot: Path | None, failures: int = FAILURES) -> dict[tuple[int, str], float]:
     """Print the table, draw the plot, and return the lost part of the time by number of devices and strategy."""
-    table = {(job.devices, how.name): lost(job, how) for job in found for how in STRATEGIES}
+    lose = partial(lost, failures=failures)
+    table = {(job.devices, how.name): lose(job, how) for job in found for how in STRATEGIES}
     print("| devices | hours between failures | step, s | saves that stop the job, every | spare machines | "
           + " | ".join(how.name for how in STRATEGIES) + " |\n" + "|---" * (5 + len(STRATEGIES)) + "|")  # fmt: skip
     for job in found:
         mtbf = 3600 * DEVICE_HOURS / job.devices
-        lose = (table[job.devices, how.name] for how in STRATEGIES)
-        cells = (f"{part:.2%}, {part * 86400 / job.step:.0f} steps" for part in lose)
+        parts = (table[job.devices, how.name] for how in STRATEGIES)
+        cells = (f"{part:.2%}, {part * 86400 / job.step:.0f} steps" for part in parts)
         print(f"| {job.devices:,} | {mtbf / 3600:.1f} | {job.step:.1f} | {interval(job.write, mtbf):.0f} s | "
               f"{spares_for(mtbf, WAIT)} | {' | '.join(cells)} |")  # fmt: skip
     large = found[-1]
     for what, changed in (("half the restart", replace(large, restart=large.restart / 2, regroup=large.regroup / 2)),
                           ("hangs noticed like kills", replace(large, hang=large.kill))):  # fmt: skip
-        cells = (f"{how.name} {lost(changed, how):.2%}" for how in STRATEGIES)
+        cells = (f"{how.name} {lose(changed, how):.2%}" for how in STRATEGIES)
         print(f"{large.devices:,} devices, {what}: {', '.join(cells)}")
     if plot is None:
         return table
@@ -224,9 +226,9 @@ def report(found: Sequence[Job], plot: Path | None) -> dict[tuple[int, str], flo
         plotting.Panel("failures as of Llama 3", "devices", what,
                        lines(lambda how: [(job.devices, table[job.devices, how.name]) for job in found]), log_x=True),
         plotting.Panel(title, "device-hours for each failure", what,
-                       lines(lambda how: [(x, lost(large, how, x)) for x in rates]), log_x=True, log_y=True),
+                       lines(lambda how: [(x, lose(large, how, x)) for x in rates]), log_x=True, log_y=True),
         plotting.Panel(title, "minutes until a machine is replaced", what,
-                       lines(lambda how: [(x / 60, lost(large, how, wait=x)) for x in waits]), log_x=True, log_y=True),
+                       lines(lambda how: [(x / 60, lose(large, how, wait=x)) for x in waits]), log_x=True, log_y=True),
     ])  # fmt: skip
     return table
 

@@ -180,9 +180,8 @@ def test_a_replica_less_takes_whole_rounds_of_microbatches() -> None:
     assert [recovery.in_slots(n) - bubble for n in (128, 127, 8, 7)] == pytest.approx([16, 17, 256, 304])
 
 
-def test_the_report_draws_what_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "FAILURES", 100)
-    table = recovery.report([JOB], tmp_path / "plot.svg")
+def test_the_report_draws_what_it_returns(tmp_path: Path) -> None:
+    table = recovery.report([JOB], tmp_path / "plot.svg", failures=100)
     assert set(table) == {(16384, how.name) for how in recovery.STRATEGIES}
     assert all(0 < part < 1 for part in table.values())
     assert "spare stages" in (tmp_path / "plot.svg").read_text()
@@ -191,5 +190,5 @@ def test_the_report_draws_what_it_returns(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_a_killed_rank_is_noticed_and_the_job_goes_on() -> None:
     found = elastic_restart.measured(2, signal.SIGKILL)
-    assert set(found) == {"noticed", "process", "met", "planned", "loaded", "first step", "save", "save while training"}
+    assert {"noticed", "process", "planned", "loaded", "first step", "save", "CPU process"} <= set(found)
     assert all(seconds >= 0 for seconds in found.values()) and found["process"] > 0.1
