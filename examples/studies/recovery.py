@@ -209,11 +209,11 @@ def report(found: Sequence[Job], plot: Path | None, failures: int = FAILURES) ->
         cells = (f"{part:.2%}, {part * 86400 / job.step:.0f} steps" for part in parts)
         print(f"| {job.devices:,} | {mtbf / 3600:.1f} | {job.step:.1f} | {interval(job.write, mtbf):.0f} s | "
               f"{spares_for(mtbf, WAIT)} | {' | '.join(cells)} |")  # fmt: skip
-    large = found[-1]
-    for what, changed in (("half the restart", replace(large, restart=large.restart / 2, regroup=large.regroup / 2)),
+    large, what = found[-1], "time lost, %"
+    for kind, changed in (("half the restart", replace(large, restart=large.restart / 2, regroup=large.regroup / 2)),
                           ("hangs noticed like kills", replace(large, hang=large.kill))):  # fmt: skip
         cells = (f"{how.name} {lose(changed, how):.2%}" for how in STRATEGIES)
-        print(f"{large.devices:,} devices, {what}: {', '.join(cells)}")
+        print(f"{large.devices:,} devices, {kind}: {', '.join(cells)}")
     if plot is None:
         return table
     rates, waits = [DEVICE_HOURS * 2**k for k in range(-4, 3)], [60 * 4.0**k for k in range(6)]
@@ -221,13 +221,12 @@ def report(found: Sequence[Job], plot: Path | None, failures: int = FAILURES) ->
     def lines(points: Callable[[Strategy], list[tuple[float, float]]]) -> list[plotting.Line]:
         return [plotting.Line(how.name, [(x, 100 * y) for x, y in points(how)]) for how in STRATEGIES]
 
-    title, what = f"{large.devices:,} devices", "time lost, %"
     plotting.write(plot, [
         plotting.Panel("failures as of Llama 3", "devices", what,
                        lines(lambda how: [(job.devices, table[job.devices, how.name]) for job in found]), log_x=True),
-        plotting.Panel(title, "device-hours for each failure", what,
+        plotting.Panel(f"{large.devices:,} devices", "device-hours for a failure", what,
                        lines(lambda how: [(x, lose(large, how, x)) for x in rates]), log_x=True, log_y=True),
-        plotting.Panel(title, "minutes until a machine is replaced", what,
+        plotting.Panel(f"{large.devices:,} devices", "minutes until a machine is replaced", what,
                        lines(lambda how: [(x / 60, lose(large, how, wait=x)) for x in waits]), log_x=True, log_y=True),
     ])  # fmt: skip
     return table
