@@ -155,7 +155,8 @@ class LearningPlanner:
 
 
 LEARNERS = {"bandit (UCB)": Bandit, "policy gradient": PolicyGradient, "planner that learns": LearningPlanner}
-UNTOLD = {"bandit not told what fits": lambda environment: Bandit(environment, told=False)}
+UNTOLD = {"bandit not told what fits": lambda env: Bandit(env, told=False)}
+TRUE = {"planner with true speeds": lambda env: Planner(env, env.table.seconds * env.truth[0])}
 
 
 # --- trials
@@ -218,7 +219,7 @@ def study(table: PriceTable, **sizes: int) -> Trials:
     found: Trials = {}
     for kind, (values, of_value) in kinds.items():
         for x in values:
-            learners = LEARNERS | (UNTOLD if kind.startswith("noise") else {})
+            learners = LEARNERS | (UNTOLD if "noise" in kind else TRUE if "error" in kind else {})
             found.setdefault(kind, {})[x] = row = trial(table, learners, **of_value(x), **sizes)
             cells = (f"{name} {ratio:.3f} from {near:.0f}" for name, (ratio, near) in row.items())
             print(f"{kind} {x:g}: " + ", ".join(cells), flush=True)
@@ -231,19 +232,18 @@ def main(plot: Path | None) -> None:
         cells = (f"{table.named(a)} {s:.2f} s, {m / 2**30:.0f} GiB" for a, (s, m) in enumerate(zip(seconds, memory)))
         print(f"{length} tokens: {'; '.join(cells)}")
     print(f"limit {table.limit / 2**30:.1f} GiB; moves of {table.moves[table.moves > 0].min():.3f} s and more")
-    found = study(table)
-    if plot is not None:
-        draw_plot(found, plot)
+    draw_plot(study(table), plot)
 
 
-def draw_plot(found: Trials, plot: Path) -> None:
+def draw_plot(found: Trials, plot: Path | None) -> None:
     panels = [
         plotting.Panel(kind, kind, "tokens/s over the planner's",
                        [plotting.Line(name, [(x, row[name][0]) for x, row in found[kind].items()])
                         for name in LEARNERS], log_x=True)
         for kind in ("steps that a length stays", "error of prices", "steps that speeds stay")
     ]  # fmt: skip
-    plotting.write(plot, panels)
+    if plot is not None:
+        plotting.write(plot, panels)
 
 
 if __name__ == "__main__":
