@@ -22,6 +22,7 @@ from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
 from autopar.comparison.same_model import check_capture, check_same_model
 from autopar.errors import CaptureError, ClusterError, PlanError, first_few
+from autopar.inference.prepared import made_ready
 from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether
 from autopar.parallelizing.call_examples import example_of, split_example, split_inputs
@@ -290,6 +291,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
     input_rows: InputRows = None,
     random: str = "sharded",
     mode: str = TRAINING,
+    cache_length: int | None = None,
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -361,7 +363,10 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             none. Buffers that forward writes and later calls read, such as caches of keys and values, are kept in
             pieces, as the plan cuts them; a call of another shape (a prompt, one token) gets a program of its own over
             the same parameters and the same pieces. A model with a pipeline is called like one without. ``train()``,
-            ``train_step`` and inputs that want gradients are refused.
+            ``train_step`` and inputs that want gradients are refused. A model of ``transformers`` that generates, and
+            a plain one with caches, keep a method ``generate`` (:mod:`autopar.inference.prepared`).
+        cache_length: tokens of a sequence that the caches of such a model hold, prompt and answer; by default a power
+            of two with room for 256 tokens behind the example's.
 
     The other arguments are those of :func:`plan`.
 
@@ -381,6 +386,21 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
         ClusterError, MeshError, PlanError, AutoparError: an argument names what there is not, or cannot be.
     """
     given = dict(locals())
+    ready = made_ready(model, example_inputs, example_kwargs, cache_length) if mode == INFERENCE else None
+    encoder = None
+    if ready is not None:
+        if ready.encoder is not None:
+            of_encoder, call = ready.encoder
+            options = {**given, "model": of_encoder, "example_inputs": (), "example_kwargs": call}
+            try:
+                encoder = parallelize(**ready.options_of(of_encoder, options))
+            except BaseException:
+                of_encoder.put_back()
+                raise
+        model, example_inputs, example_kwargs = ready.module, ready.args, ready.kwargs
+        given = ready.options_of(model, {**given, "model": model})
+        given.update(example_inputs=example_inputs, example_kwargs=example_kwargs)
+        init = given["init"]
     of_model = model if isinstance(model, torch.nn.Module) else None
     ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS, of_model)
     if mesh is None:
@@ -527,7 +547,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
                 move.to(run, group)
         run.user.free(run.device)
         begin(run)
-        return pm
+        return pm if ready is None else ready.finished(pm, encoder)
 
 
 def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> PlanRequest:

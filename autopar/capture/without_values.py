@@ -54,9 +54,10 @@ def without_values(model: torch.nn.Module, memo: dict[int, Any] | None = None) -
     return copied
 
 
-def copied_parameter(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+def copied_parameter(parameter: torch.nn.Parameter, device: torch.device | None = None) -> torch.nn.Parameter:
     """Return a parameter of one value in the shape of another one, which a trace lays out as that one."""
-    copied = torch.nn.Parameter(parameter.detach().new_zeros(()).expand(parameter.shape), parameter.requires_grad)
+    value = torch.zeros((), dtype=parameter.dtype, device=device or parameter.device)
+    copied = torch.nn.Parameter(value.expand(parameter.shape), parameter.requires_grad)
     _STRIDES[copied] = _STRIDES.get(parameter, parameter.stride())
     return copied
 

@@ -73,6 +73,7 @@ _CHECKS: dict[str, _Check] = {
                     for size in v), "pairs (rows, length), such as [(8, 512), (1, 4096)]"),
     "random": (lambda v: isinstance(v, str) and v in MODES, "'sharded' or 'torch'"),
     "mode": (lambda v: isinstance(v, str) and v in (TRAINING, INFERENCE), "'training' or 'inference'"),
+    "cache_length": (optional(lambda v: is_integer(v) and v > 0), "a number of tokens, 1 or more"),
     "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
     "timeout": (lambda v: is_number(v) and 0 < v < math.inf, "seconds, more than 0"),
     "gradient_dtype": (optional(lambda v: isinstance(v, torch.dtype) and v in _SUMS),

@@ -81,7 +81,7 @@ def ready_for(model: torch.nn.Module, mode: str) -> Iterator[None]:
 
     What fails in this scope leaves the model as it was.
     """
-    if mode != INFERENCE or not isinstance(model, torch.nn.Module):
+    if not isinstance(mode, str) or mode != INFERENCE or not isinstance(model, torch.nn.Module):
         yield
         return
     modes = [(module, module.training) for module in model.modules()]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.capture.without_values import expanded, laid_out_as
+from autopar.capture.without_values import copied_parameter, expanded, laid_out_as
 from autopar.errors import RunError
 from autopar.runtime.as_module.old_parameters import OldParameter, refuse_backward
 
@@ -168,11 +168,7 @@ class UserModule:
 
     def _replace_meta(self, device: torch.device) -> None:
         """Move the parameters of a model on the meta device to the stored ones' device, to be given values there."""
-        new = {
-            id(param): torch.nn.Parameter(
-                torch.zeros((), dtype=param.dtype, device=device).expand(param.shape), param.requires_grad
-            ) for param in self.params.values() if param.is_meta
-        }  # fmt: skip
+        new = {id(param): copied_parameter(param, device) for param in self.params.values() if param.is_meta}
         if not new:
             return
         self.on_meta = [{name: copy.copy(table) for name, table in each.written.items()} for each in self.modules]
