@@ -202,7 +202,10 @@ def main(plot: Path | None = None) -> dict[int, dict[str, Way | None]]:
             assert way is not None, f"no layout fits on {n} devices"
             print(f"  {name:10} {TOKENS / way.seconds:12,.0f} tokens/s; short {shown(study, way, SHORT)}, long "
                   f"{shown(study, way, LONG)}; {1e3 * way.moving_seconds:.1f} ms of {1e3 * way.seconds:.1f} moving")
-        study.move(*found[n]["buckets"].meshes.values())
+        study.move(*found[n]["buckets"].meshes.values())  # nothing moves
+        ends = [next((m for m in study.priced[x] if m[0] == t), None) for x, t in ((SHORT, 1), (LONG, TENSOR[-1]))]
+        if all(ends):
+            study.move(*ends)  # what a change of layout costs, whether it pays or not
         for (a, b), one in study.moves.items():
             print(f"  a move tp{a} to tp{b}: {1e3 * one.seconds:.1f} ms, {one.n_bytes / 1e9:.1f} GB, at most "
                   f"{one.peak_bytes / 1e9:.1f} GB of a device; one by one {1e3 * one.one_by_one_seconds:.0f} ms")
