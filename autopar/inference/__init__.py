@@ -4,6 +4,7 @@
 :mod:`.records`          a plan for serving: load, workers with their layouts, predicted times, memory
 :mod:`.plan_file`        a plan for serving as the text of a file, and back
 :mod:`.planning`         from a model, a cluster and a load to a plan: what ``autopar plan --mode inference`` calls
+:mod:`.by_arguments`     the same by the arguments of ``autopar.plan``
 :mod:`.forward_capture`  the forward of one short request; :mod:`.skipped_blocks`: equal blocks are traced once or twice
 :mod:`.attention_calls`  attention in a graph, what is cached for it, how far back it looks; :mod:`.known_values`: masks
                          are computed

@@ -31,7 +31,16 @@ from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref, Spec
 from autopar.words.placements import State, Step, whole_state
 from autopar.words.shards import local_shape
-from cost_models.serving.work import REQUESTS, TOKENS, Attention, Experts, MatrixProduct, RowWork, StepExchange, StepWork
+from cost_models.serving.work import (
+    REQUESTS,
+    TOKENS,
+    Attention,
+    Experts,
+    MatrixProduct,
+    RowWork,
+    StepExchange,
+    StepWork,
+)
 
 NUMBERED = re.compile(r"^(.*?\.)?\d+(\.|$)")
 """Paths of modules in a container: of blocks."""

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 import torch
 
-from autopar.errors import ClusterError, InfeasibleError, PlanError, closest
+from autopar.errors import ClusterError, InfeasibleError, PlanError
 from autopar.inference.attention_calls import attention_calls, seen_tokens
 from autopar.inference.forward_capture import Forward, captured_forward, most_positions
 from autopar.inference.front import Deployment, front, missed, order, ranked
@@ -227,46 +227,6 @@ def cuts_of_block(finder: WorkFinder, plan: StagePlan) -> dict[str, str]:
     return cuts
 
 
-# --- as autopar.plan calls it -------------------------------------------------------------------------------------------
-
-ARGUMENTS = {
-    "input_tokens": int, "output_tokens": int, "prefix_tokens": int, "first_token_seconds": float,
-    "token_seconds": float, "requests_per_second": float, "engine": str, "cache_precision": str, "devices": int,
-    "cost_per_hour": float, "precision": str,
-}  # fmt: skip
-"""Arguments of ``autopar.plan(..., mode="inference")`` beside model, cluster and inputs."""
-
-
-def planned(
-    model: torch.nn.Module, cluster: Cluster, inputs: tuple[Sequence[Any], Mapping[str, Any]], serving: Mapping[str, Any],
-    like: str | None = None, cluster_name: str = "",
-) -> ServingPlan:  # fmt: skip
-    """Return the plan of :func:`plan_serving` by the arguments of :func:`autopar.plan`.
-
-    Raises:
-        PlanError: an argument is not known, is missing or has another type; and what :func:`plan_serving` raises.
-    """
-    for name, value in serving.items():
-        if name not in ARGUMENTS:
-            raise PlanError(f"plan(mode='inference') has no argument {name}; {closest(name, ARGUMENTS)}")
-        kind = ARGUMENTS[name]
-        right = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
-        if value is not None and not right:
-            raise PlanError(f"{name} is {value!r}; give {'a number' if kind is float else f'a {kind.__name__}'}")
-    lengths = ServingLoad.__dataclass_fields__
-    missing = [name for name in ("input_tokens", "output_tokens") if serving.get(name) is None]
-    if missing:
-        raise PlanError(f"plan(mode='inference') needs {missing[0]}")
-    load = ServingLoad(**{name: value for name, value in serving.items() if name in lengths and value is not None})
-    others = {name: value for name, value in serving.items() if name not in lengths and value is not None}
-    words = [like] if like is not None else []
-    answer = plan_serving(model, cluster, inputs, load, like=words, cluster_name=cluster_name, **others)
-    if not answer.like:
-        return answer.plan
-    given = answer.like[0]
-    return replace(answer.plan, workers=given.workers, served=given.served, devices=given.devices)
-
-
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -336,4 +296,4 @@ def _infeasible(setting: Setting, found: Sequence[Deployment]) -> InfeasibleErro
     )
 
 
-__all__ = ["Answer", "check_load", "cuts_of_block", "plan_serving", "planned", "shape_of"]
+__all__ = ["Answer", "check_load", "cuts_of_block", "plan_serving", "shape_of"]

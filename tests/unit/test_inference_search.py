@@ -9,11 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import autopar
 from autopar.cli import app
 from autopar.errors import ClusterError, InfeasibleError, PlanError
 from autopar.inference.front import front
 from autopar.inference.layout_words import layout_in
-from autopar.inference.planning import check_load, plan_serving, planned
+from autopar.inference.planning import check_load, plan_serving
 from autopar.inference.records import DECODE, PREFILL, ServingLoad
 from autopar.inference.worker_layouts import ModelShape, layouts_on
 from hardware_profiles import load_cluster
@@ -134,10 +135,22 @@ def test_strange_arguments():
         answer(precision="fp9")
     with pytest.raises(PlanError, match="9,000 tokens, and the model has 8,192 positions"):
         answer(ServingLoad(8900, 100))
-    with pytest.raises(PlanError, match="has no argument input_token; did you mean 'input_tokens'"):
-        planned(model(), load_cluster("dgx-h100"), ((), {}), {"input_token": 1})
-    with pytest.raises(PlanError, match="input_tokens is '1'; give a int"):
-        planned(model(), load_cluster("dgx-h100"), ((), {}), {"input_tokens": "1"})
+
+
+def test_the_function():
+    inputs = {"input_ids": torch.zeros(1, 32, dtype=torch.int64, device="meta")}
+    asked = {"mode": "inference", "input_tokens": 1000, "output_tokens": 100, "devices": 2}
+    found = autopar.plan(model(), "dgx-h100", inputs, engine="vllm", like="tp=2,batch=4", **asked)
+    (worker,) = found.workers
+    assert (worker.layout.tensor, worker.requests, found.cluster) == (2, 4, "dgx-h100")
+    for others, said in (
+        ({"input_token": 1}, "has no argument input_token; did you mean 'input_tokens'"),
+        ({"cost_per_hour": "1"}, "cost_per_hour is '1'; give a number"), ({"stages": 2}, "stages is for training plans"),
+        ({"mode": "training"}, "is for serving; add mode='inference'"), ({"mode": "serve"}, "mode is 'serve'"),
+        ({"output_tokens": None}, "needs output_tokens"),
+    ):  # fmt: skip
+        with pytest.raises(PlanError, match=said):
+            autopar.plan(model(), "dgx-h100", inputs, **{**asked, **others})
 
 
 DENSE, ROUTED = ModelShape(32, 8, 32, 0, 0), ModelShape(32, 4, 32, 64, 1536)
