@@ -69,7 +69,8 @@ def with_serving_flags(command: Any) -> Any:
     added = [inspect.Parameter("mode", inspect.Parameter.KEYWORD_ONLY, default=MODES[0], annotation=mode)]
     for flag in FLAGS:
         annotation = Annotated[flag.kind | None, typer.Option(f"--{flag.name}", help=flag.help)]  # type: ignore[valid-type]
-        added.append(inspect.Parameter(flag.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        kind = inspect.Parameter.KEYWORD_ONLY
+        added.append(inspect.Parameter(flag.parameter, kind, default=None, annotation=annotation))
     command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
     command.__annotations__ = {p.name: p.annotation for p in command.__signature__.parameters.values()}
     return command
@@ -220,8 +221,8 @@ def show(answer: Answer, top: int, like: list[str]) -> None:
     print_lines(
         f"  time to first token {show_seconds(served.first_token_seconds)}, per output token "
         f"{show_seconds(served.token_seconds)}",
-        f"  {served.requests_per_second:.3g} requests/s, {served.tokens_per_second_per_device:,.1f} tokens/s per device, "
-        f"{served.tokens_per_second_per_user:,.1f} per user",
+        f"  {served.requests_per_second:.3g} requests/s, {served.tokens_per_second_per_device:,.1f} tokens/s per "
+        f"device, {served.tokens_per_second_per_user:,.1f} per user",
         "  a step of full decodes: " + ", ".join(f"{k} {show_seconds(v)}" for k, v in served.parts.items() if v > 0),
     )  # fmt: skip
     if served.transfer_seconds:

@@ -17,8 +17,9 @@ from autopar.inference.attention_calls import attention_calls, seen_tokens
 from autopar.inference.forward_capture import Forward, captured_forward, most_positions
 from autopar.inference.front import Deployment, front, missed, order, ranked
 from autopar.inference.layout_words import layout_in
-from autopar.inference.model_work import ModelWork, WorkFinder, expert_matrices
+from autopar.inference.model_work import ModelWork, WorkFinder
 from autopar.inference.number_formats import formats_of, note_on_formats
+from autopar.inference.product_facts import expert_matrices
 from autopar.inference.records import BOTH, Formats, ServingLoad, ServingPlan
 from autopar.inference.search import LaidOut, Setting, aggregated, at_count, disaggregated, in_words, worker_sizes
 from autopar.inference.weight_cuts import CutsImpossible, weight_cuts
@@ -50,7 +51,7 @@ class Answer:
     like: tuple[Deployment, ...] = ()
 
 
-def plan_serving(
+def plan_serving(  # noqa: PLR0913  (what a user may say)
     model: torch.nn.Module, cluster: Cluster, inputs: tuple[Sequence[Any], Mapping[str, Any]], load: ServingLoad, *,
     engine: str = "autopar", precision: str = "bf16", cache_precision: str = "bf16", devices: int | None = None,
     cost_per_hour: float | None = None, like: Sequence[str] = (), named: str = "", cluster_name: str = "",
@@ -94,7 +95,7 @@ def plan_serving(
     say("layouts and requests in flight")
     found = list(aggregated(setting, worker_sizes(n)))
     found += disaggregated(setting, worker_sizes(n), lambda n_bytes: _moved(cluster, n, n_bytes))
-    notes = _notes(finder, forward, setting, formats, refused)
+    notes = _notes(forward, setting, formats, refused)
     best = ranked(found, load)
     if not best:
         if like and given:
@@ -254,7 +255,7 @@ def _moved(cluster: Cluster, devices: int, n_bytes: float) -> float:
 
 
 def _notes(
-    finder: WorkFinder, forward: Forward, setting: Setting, formats: Formats, refused: Mapping[int, str]
+    forward: Forward, setting: Setting, formats: Formats, refused: Mapping[int, str]
 ) -> list[str]:
     notes = [setting.engine.factor_note(setting.device.name)]
     notes.append(note_on_formats(formats, setting.device))

@@ -93,7 +93,8 @@ class LaidOut:
         """Return the price of a step."""
         share = self.layout.context
         if share > 1:
-            batch = replace(batch, prefills=tuple(Prefill(-(-p.new // share), p.past + p.new // 2) for p in batch.prefills))
+            parts = tuple(Prefill(-(-p.new // share), p.past + p.new // 2) for p in batch.prefills)
+            batch = replace(batch, prefills=parts)
         return step_seconds(self.work, batch, self.setting.cluster, self.setting.engine)
 
     def seconds(self, batch: StepBatch) -> float:
@@ -155,12 +156,12 @@ def at_count(laid: LaidOut, n: int, replicas: int) -> Deployment:
     ranks = replicas * layout.attention_data
     load = setting.load
     step = laid.price(StepBatch((), n, load.input_tokens + load.output_tokens / 2))
-    served = _served(setting, times, ranks, devices, step.parts, 0.0, "cache" if n == laid.most else "")
+    served = _served(setting, times, ranks, step.parts, 0.0, "cache" if n == laid.most else "")
     return Deployment((laid.worker(replicas, n),), devices, served)
 
 
 def _served(
-    setting: Setting, times: ServedTimes, ranks: float, devices: int, parts: Mapping[str, float], transfer: float,
+    setting: Setting, times: ServedTimes, ranks: float, parts: Mapping[str, float], transfer: float,
     full: str,
 ) -> Served:  # fmt: skip
     rate, tokens = times.requests_per_second * ranks, times.tokens_per_second * ranks
@@ -326,6 +327,6 @@ def _combined(
     times = ServedTimes(first, step.seconds, rate * load.output_tokens, rate)
     devices = x * size_p + y * size_d
     full = "cache" if requests == d.laid.most else ""
-    served = _served(setting, times, 1, devices, step.parts, moved, full)
+    served = _served(setting, times, 1, step.parts, moved, full)
     workers = p.laid.worker(x, p.batch), d.laid.worker(y, requests)
     yield Deployment(workers, devices, served)

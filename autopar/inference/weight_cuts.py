@@ -15,7 +15,8 @@ from math import prod
 
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.inference.attention_calls import rules_by_number
-from autopar.inference.model_work import Product, WorkFinder
+from autopar.inference.model_work import WorkFinder
+from autopar.inference.product_facts import Product
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.plans.plan import StagePlan
 from autopar.words.meshes import Mesh
