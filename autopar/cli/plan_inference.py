@@ -269,12 +269,11 @@ def _of(each: Deployment) -> str:
 
 def facts(answer: Answer, top: int, like: list[str]) -> dict[str, Any]:
     """Return an answer as values for JSON."""
-    import json
-
     from autopar.inference.plan_file import dumps
+    from hardware_profiles.strict import parse_json
 
     return {
-        "plan": json.loads(dumps(answer.plan)), "ranked": [_row(each) for each in answer.ranked[:top]],
+        "plan": parse_json(dumps(answer.plan)), "ranked": [_row(each) for each in answer.ranked[:top]],
         "front": [_row(each) for each in answer.front],
         "like": [{"words": words, **_row(each)} for words, each in zip(like, answer.like, strict=True)],
     }  # fmt: skip

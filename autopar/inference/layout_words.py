@@ -7,7 +7,7 @@ from autopar.inference.records import WorkerLayout
 from autopar.inference.worker_layouts import ModelShape
 
 WORDS = ("tp", "pp", "dp", "cp", "ep", "etp", "batch")
-"""Tensor, stages, attention data, context, experts, tensor of an expert; requests in flight on an attention data rank."""
+"""Tensor, stages, attention data, context, experts, tensor of an expert; requests on an attention data rank."""
 MOST = 2**20
 
 
