@@ -16,7 +16,7 @@ from autopar.cli.output_files import Force, OutputFile, OutputKind
 from autopar.plans.plan_options import PLAN_OPTIONS
 
 if TYPE_CHECKING:
-    from autopar.inference.front import Deployment
+    from autopar.inference.front import PricedDeployment
     from autopar.inference.planning import Answer
     from autopar.inference.records import ServingLoad
 
@@ -262,7 +262,7 @@ def _table(title: str, rows: Any) -> None:
         )
 
 
-def _of(each: Deployment) -> str:
+def _of(each: PricedDeployment) -> str:
     """Return workers in few words: ``2 x tp=4 x32``, prefill and decode apart by a plus."""
     return " + ".join(f"{w.replicas}x {_words(w.layout)} r{w.requests}" for w in each.workers)
 
@@ -279,7 +279,7 @@ def facts(answer: Answer, top: int, like: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _row(each: Deployment) -> dict[str, Any]:
+def _row(each: PricedDeployment) -> dict[str, Any]:
     served = each.served
     return {
         "workers": [

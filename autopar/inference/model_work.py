@@ -18,7 +18,7 @@ from autopar.inference.attention_calls import AttentionCall, attention_calls, ru
 from autopar.inference.forward_capture import Forward
 from autopar.inference.number_formats import FORMAT_BYTES
 from autopar.inference.product_facts import (
-    Product,
+    StoredProduct,
     expert_matrices,
     of_tokens,
     only_to_outputs,
@@ -100,7 +100,7 @@ class WorkFinder:
         """Return the work of one device under a plan of the forward's graph."""
         return _Local(self, plan).work()
 
-    def after(self, call: AttentionCall) -> list[Product]:
+    def after(self, call: AttentionCall) -> list[StoredProduct]:
         """Return the products that take the result of an attention, in another shape at most."""
         return [product for product in self.products if product.source == call.node]
 
@@ -128,7 +128,7 @@ class WorkFinder:
                 found |= {i} if any(ref.node in found for ref in node.refs) else set()
         return frozenset(found)
 
-    def chained(self, product: Product) -> bool:
+    def chained(self, product: StoredProduct) -> bool:
         """Return whether a product takes what is computed element by element of products of the same rows."""
         sources: set[int] = set()  # what these take: a residual is the sum of products of different rows
         todo, seen, makers = [product.source], set[int](), {p.node: p.source for p in self.products}
@@ -145,7 +145,7 @@ class WorkFinder:
             seen |= before
         return len(sources) == 1
 
-    def _products(self) -> Iterator[Product]:
+    def _products(self) -> Iterator[StoredProduct]:
         graph = self.graph
         last = only_to_outputs(graph, self.rules)
         for i, node in graph.of_kind("op"):
@@ -167,7 +167,7 @@ class WorkFinder:
             source = unmoved(graph, self.rules, node.refs[activations[0]])
             taken = graph.spec(node.refs[activations[0]])
             rows = REQUESTS if head or not of_tokens(taken, self.forward.tokens) else TOKENS
-            yield Product(i, source, activations[0], weights[0], names, PLAIN if plain else self.formats.weights, rows)
+            yield StoredProduct(i, source, activations[0], weights[0], names, PLAIN if plain else self.formats.weights, rows)
 
     def chooses(self, i: int) -> bool:
         """Return whether tokens choose their experts by a product's result."""

@@ -15,13 +15,13 @@ import torch
 from autopar.errors import ClusterError, InfeasibleError, PlanError
 from autopar.inference.attention_calls import attention_calls, seen_tokens
 from autopar.inference.forward_capture import Forward, captured_forward, most_positions
-from autopar.inference.front import Deployment, front, missed, order, ranked
+from autopar.inference.front import PricedDeployment, front, missed, order, ranked
 from autopar.inference.layout_words import layout_in
 from autopar.inference.model_work import ModelWork, WorkFinder
 from autopar.inference.number_formats import formats_of, note_on_formats
 from autopar.inference.product_facts import expert_matrices
 from autopar.inference.records import BOTH, Formats, ServingLoad, ServingPlan
-from autopar.inference.search import LaidOut, Setting, aggregated, at_count, disaggregated, in_words, worker_sizes
+from autopar.inference.search import LaidOut, SearchSetting, aggregated, at_count, disaggregated, in_words, worker_sizes
 from autopar.inference.weight_cuts import CutsImpossible, weight_cuts
 from autopar.inference.worker_layouts import ModelShape
 from autopar.plans.plan import StagePlan
@@ -46,9 +46,9 @@ class Answer:
     """
 
     plan: ServingPlan
-    ranked: tuple[Deployment, ...]
-    front: tuple[Deployment, ...]
-    like: tuple[Deployment, ...] = ()
+    ranked: tuple[PricedDeployment, ...]
+    front: tuple[PricedDeployment, ...]
+    like: tuple[PricedDeployment, ...] = ()
 
 
 def plan_serving(  # noqa: PLR0913  (what a user may say)
@@ -90,7 +90,7 @@ def plan_serving(  # noqa: PLR0913  (what a user may say)
     shape = shape_of(finder)
     say("cutting weights")
     plans, works, refused = _works(finder, cluster, shape, n)
-    setting = Setting(works, shape, cluster, n, kind, load, cost_per_hour)
+    setting = SearchSetting(works, shape, cluster, n, kind, load, cost_per_hour)
     given = tuple(_priced(setting, words, refused) for words in like)
     say("layouts and requests in flight")
     found = list(aggregated(setting, worker_sizes(n)))
@@ -231,7 +231,7 @@ def cuts_of_block(finder: WorkFinder, plan: StagePlan) -> dict[str, str]:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def _priced(setting: Setting, words: str, refused: Mapping[int, str]) -> Deployment:
+def _priced(setting: SearchSetting, words: str, refused: Mapping[int, str]) -> PricedDeployment:
     """Return the deployment of a layout in words."""
     layout, batch = layout_in(words, setting.shape)
     if layout.devices > setting.devices:
@@ -255,7 +255,7 @@ def _moved(cluster: Cluster, devices: int, n_bytes: float) -> float:
 
 
 def _notes(
-    forward: Forward, setting: Setting, formats: Formats, refused: Mapping[int, str]
+    forward: Forward, setting: SearchSetting, formats: Formats, refused: Mapping[int, str]
 ) -> list[str]:
     notes = [setting.engine.factor_note(setting.device.name)]
     notes.append(note_on_formats(formats, setting.device))
@@ -266,7 +266,7 @@ def _notes(
     return [note for note in notes if note]
 
 
-def _infeasible(setting: Setting, found: Sequence[Deployment]) -> InfeasibleError:
+def _infeasible(setting: SearchSetting, found: Sequence[PricedDeployment]) -> InfeasibleError:
     """Return the error of a load that nothing serves: the nearest, and both numbers."""
     load = setting.load
     if not found:
@@ -278,7 +278,7 @@ def _infeasible(setting: Setting, found: Sequence[Deployment]) -> InfeasibleErro
             f"{show_bytes(limit)} per device; give more devices, narrower weights (--precision fp8) or shorter requests"
         )
 
-    def by_how_much(each: Deployment) -> float:
+    def by_how_much(each: PricedDeployment) -> float:
         served, over = each.served, 1.0
         for value, limit in ((served.first_token_seconds, load.first_token_seconds),
                              (served.token_seconds, load.token_seconds)):  # fmt: skip

@@ -13,7 +13,7 @@ from autopar.rules.notation import Rule
 from autopar.words.graph import Graph, Ref, Spec
 
 
-class Product(NamedTuple):
+class StoredProduct(NamedTuple):
     """A product with a stored weight, in the graph.
 
     Attributes:
@@ -43,7 +43,7 @@ def expert_matrices(graph: Graph, i: int) -> list[tuple[int, int, int]]:
     return [tuple(graph.spec(node.refs[args[1].number]).shape) for target, args, _ in steps if target == EXPERTS]  # type: ignore[misc]
 
 
-def sizes_of(rule: Rule, product: Product, pieces: Mapping[str, int | Fraction]) -> tuple[int, int, int]:
+def sizes_of(rule: Rule, product: StoredProduct, pieces: Mapping[str, int | Fraction]) -> tuple[int, int, int]:
     """Return ``(rows, n, k)`` of a product on one rank."""
     weight = {f for dim in rule.inputs[product.weight] for f in dim}
     rows = {f for dim in rule.inputs[product.activation] for f in dim}
