@@ -167,7 +167,8 @@ class WorkFinder:
             source = unmoved(graph, self.rules, node.refs[activations[0]])
             taken = graph.spec(node.refs[activations[0]])
             rows = REQUESTS if head or not of_tokens(taken, self.forward.tokens) else TOKENS
-            yield StoredProduct(i, source, activations[0], weights[0], names, PLAIN if plain else self.formats.weights, rows)
+            form = PLAIN if plain else self.formats.weights
+            yield StoredProduct(i, source, activations[0], weights[0], names, form, rows)
 
     def chooses(self, i: int) -> bool:
         """Return whether tokens choose their experts by a product's result."""

@@ -223,7 +223,9 @@ class _Decode:
     rate: float
 
 
-def disaggregated(setting: SearchSetting, sizes: Sequence[int], transfer: Callable[[float], float]) -> Iterator[PricedDeployment]:
+def disaggregated(
+    setting: SearchSetting, sizes: Sequence[int], transfer: Callable[[float], float]
+) -> Iterator[PricedDeployment]:
     """Yield deployments with prefill workers and decode workers.
 
     Of each kind, only ways with the most requests a second per device for their time are combined. The workers are
