@@ -22,6 +22,7 @@ from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
 from autopar.comparison.same_model import check_capture, check_same_model
 from autopar.errors import CaptureError, ClusterError, PlanError, first_few
+from autopar.inference.by_arguments import serving_plan
 from autopar.inference.prepared import made_ready
 from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether
@@ -129,6 +130,8 @@ def plan(
     profile: str | Path | None = None,
     input_rows: InputRows = None,
     like: str | None = None,
+    mode: str = "training",
+    **serving: Any,
 ) -> Plan:
     """Plan a model on a cluster. Needs no process group and no accelerator.
 
@@ -150,6 +153,11 @@ def plan(
         like: a layout in people's words, such as ``"tp=8,dp=8,sp,zero=1"``: its plan, with nothing searched
             (:mod:`autopar.planner.layouts.layout_words`). The words say all but ``memory_limit``, ``optimizer``,
             ``precision`` and ``expert_load``. :func:`layouts` prices layouts that do not fit, too.
+        mode: ``training``, or ``inference`` for a deployment that serves requests, which is returned as a
+            :class:`~autopar.inference.records.ServingPlan`.
+        serving: with ``mode="inference"``: ``input_tokens``, ``output_tokens``, ``prefix_tokens``, limits
+            ``first_token_seconds`` and ``token_seconds``, ``requests_per_second``, ``engine``, ``cache_precision``,
+            ``devices`` and ``cost_per_hour``; of the other arguments ``precision`` and ``like`` mean something.
 
     Returns:
         The fastest plan that fits, by its price (``plan.seconds`` of a step, ``plan.memory_bytes`` of the fullest
@@ -161,6 +169,9 @@ def plan(
         ClusterError, MeshError, PlanError, AutoparError: an argument names what there is not, or cannot be.
     """
     given = dict(locals())
+    del given["mode"], given["serving"]
+    if mode != "training" or serving:
+        return serving_plan(given, mode, serving)  # type: ignore[return-value]
     arguments.check(**given)
     if profile is not None:
         cluster = profile_of(profile, cluster)

@@ -1,6 +1,7 @@
 """The command ``autopar``: one file per group of commands, tables by :mod:`autopar.report`.
 
 ================= =====================================================================================================
+:mod:`.plan_inference` ``plan --mode inference``
 :mod:`.plan`      ``plan``; :mod:`.layouts`: its search over everything, ``--top`` and ``--like``; :mod:`.plan_for`:
                   ``--for``, within what another trainer can express
 :mod:`.fits`      ``fits``, whether a layout fits the memory

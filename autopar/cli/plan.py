@@ -363,7 +363,8 @@ def _with_flags(command: Any) -> Any:
     return command
 
 
-plan = uncollected()(plan_inference.with_serving_flags(_with_flags(plan)))  # an eighth of the time of a large plan, imports included
+# without collections an eighth of the time of a large plan is saved, imports included
+plan = uncollected()(plan_inference.with_serving_flags(_with_flags(plan)))
 
 
 def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -> None:

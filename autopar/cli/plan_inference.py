@@ -16,7 +16,7 @@ from autopar.cli.output_files import Force, OutputFile, OutputKind
 from autopar.plans.plan_options import PLAN_OPTIONS
 
 if TYPE_CHECKING:
-    from autopar.inference.front import Deployment
+    from autopar.inference.front import PricedDeployment
     from autopar.inference.planning import Answer
     from autopar.inference.records import ServingLoad
 
@@ -69,7 +69,8 @@ def with_serving_flags(command: Any) -> Any:
     added = [inspect.Parameter("mode", inspect.Parameter.KEYWORD_ONLY, default=MODES[0], annotation=mode)]
     for flag in FLAGS:
         annotation = Annotated[flag.kind | None, typer.Option(f"--{flag.name}", help=flag.help)]  # type: ignore[valid-type]
-        added.append(inspect.Parameter(flag.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        kind = inspect.Parameter.KEYWORD_ONLY
+        added.append(inspect.Parameter(flag.parameter, kind, default=None, annotation=annotation))
     command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
     command.__annotations__ = {p.name: p.annotation for p in command.__signature__.parameters.values()}
     return command
@@ -220,8 +221,8 @@ def show(answer: Answer, top: int, like: list[str]) -> None:
     print_lines(
         f"  time to first token {show_seconds(served.first_token_seconds)}, per output token "
         f"{show_seconds(served.token_seconds)}",
-        f"  {served.requests_per_second:.3g} requests/s, {served.tokens_per_second_per_device:,.1f} tokens/s per device, "
-        f"{served.tokens_per_second_per_user:,.1f} per user",
+        f"  {served.requests_per_second:.3g} requests/s, {served.tokens_per_second_per_device:,.1f} tokens/s per "
+        f"device, {served.tokens_per_second_per_user:,.1f} per user",
         "  a step of full decodes: " + ", ".join(f"{k} {show_seconds(v)}" for k, v in served.parts.items() if v > 0),
     )  # fmt: skip
     if served.transfer_seconds:
@@ -261,25 +262,24 @@ def _table(title: str, rows: Any) -> None:
         )
 
 
-def _of(each: Deployment) -> str:
+def _of(each: PricedDeployment) -> str:
     """Return workers in few words: ``2 x tp=4 x32``, prefill and decode apart by a plus."""
     return " + ".join(f"{w.replicas}x {_words(w.layout)} r{w.requests}" for w in each.workers)
 
 
 def facts(answer: Answer, top: int, like: list[str]) -> dict[str, Any]:
     """Return an answer as values for JSON."""
-    import json
-
     from autopar.inference.plan_file import dumps
+    from hardware_profiles.strict import parse_json
 
     return {
-        "plan": json.loads(dumps(answer.plan)), "ranked": [_row(each) for each in answer.ranked[:top]],
+        "plan": parse_json(dumps(answer.plan)), "ranked": [_row(each) for each in answer.ranked[:top]],
         "front": [_row(each) for each in answer.front],
         "like": [{"words": words, **_row(each)} for words, each in zip(like, answer.like, strict=True)],
     }  # fmt: skip
 
 
-def _row(each: Deployment) -> dict[str, Any]:
+def _row(each: PricedDeployment) -> dict[str, Any]:
     served = each.served
     return {
         "workers": [

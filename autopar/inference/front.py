@@ -10,7 +10,7 @@ from autopar.words.texts import show_seconds
 
 
 @dataclass(frozen=True)
-class Deployment:
+class PricedDeployment:
     """Workers on the devices of a cluster, and what they serve.
 
     Attributes:
@@ -47,24 +47,24 @@ def _both(seconds: float, limit: float) -> str:
     return f"{show_seconds(seconds)} of {show_seconds(limit)}"
 
 
-def front(deployments: Iterable[Deployment]) -> list[Deployment]:
+def front(deployments: Iterable[PricedDeployment]) -> list[PricedDeployment]:
     """Return those that no other one beats in both, with rising tokens/s per user."""
     ordered = sorted(
         deployments, key=lambda d: (-d.served.tokens_per_second_per_user, -d.served.tokens_per_second_per_device)
     )
-    found: list[Deployment] = []
+    found: list[PricedDeployment] = []
     for each in ordered:
         if not found or each.served.tokens_per_second_per_device > found[-1].served.tokens_per_second_per_device:
             found.append(each)
     return found[::-1]
 
 
-def ranked(deployments: Iterable[Deployment], load: ServingLoad) -> list[Deployment]:
+def ranked(deployments: Iterable[PricedDeployment], load: ServingLoad) -> list[PricedDeployment]:
     """Return one deployment for each layout that keeps the limits, the one with most tokens/s per device, best first.
 
     Among equal ones fewer devices come first, then shorter times.
     """
-    best: dict[object, Deployment] = {}
+    best: dict[object, PricedDeployment] = {}
     for each in deployments:
         if each.meets(load):
             key = tuple((w.phase, w.layout) for w in each.workers)
@@ -73,7 +73,7 @@ def ranked(deployments: Iterable[Deployment], load: ServingLoad) -> list[Deploym
     return sorted(best.values(), key=order)
 
 
-def order(each: Deployment) -> tuple[float, ...]:
+def order(each: PricedDeployment) -> tuple[float, ...]:
     """Return a sort key: most tokens/s of the cluster first, then shorter times, fewer devices in a worker."""
     served = each.served
     return (

@@ -7,7 +7,7 @@ from autopar.inference.records import WorkerLayout
 from autopar.inference.worker_layouts import ModelShape
 
 WORDS = ("tp", "pp", "dp", "cp", "ep", "etp", "batch")
-"""Tensor, stages, attention data, context, experts, tensor of an expert, requests in flight on an attention data rank."""
+"""Tensor, stages, attention data, context, experts, tensor of an expert; requests on an attention data rank."""
 MOST = 2**20
 
 
@@ -42,8 +42,8 @@ def _check(words: str, layout: WorkerLayout, shape: ModelShape, sizes: dict[str,
     ranks = layout.tensor * layout.attention_data * layout.context
     if not shape.experts and ("ep" in sizes or "etp" in sizes or layout.attention_data > 1):
         raise PlanError(
-            f"--like '{words}': the model has no experts, so ep, etp and dp mean nothing; replicas are counted from the "
-            "devices"
+            f"--like '{words}': the model has no experts, so ep, etp and dp mean nothing; replicas are counted from "
+            "the devices"
         )
     if shape.heads % layout.tensor:
         raise PlanError(f"--like '{words}': {shape.heads} heads do not divide over tp={layout.tensor}")

@@ -8,30 +8,45 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from autopar.inference.attention_calls import AttentionCall, attention_calls, rules_by_number
 from autopar.inference.forward_capture import Forward
 from autopar.inference.number_formats import FORMAT_BYTES
+from autopar.inference.product_facts import (
+    StoredProduct,
+    expert_matrices,
+    of_tokens,
+    only_to_outputs,
+    parameters_of,
+    sizes_of,
+    unmoved,
+)
 from autopar.inference.records import Formats
 from autopar.inference.row_kernels import row_kernels
 from autopar.planner.intra_op.building.space import fitting_strategy
 from autopar.plans.plan import StagePlan
 from autopar.rules.experts.expert_block import BLOCK
-from autopar.rules.experts.expert_program import body_of
 from autopar.rules.experts.experts import EXPERTS
 from autopar.rules.local_calls import cuts_of
-from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
-from autopar.words.graph import Graph, Ref, Spec
+from autopar.words.graph import Node, Ref
 from autopar.words.placements import State, Step, whole_state
 from autopar.words.shards import local_shape
-from cost_models.serving.work import REQUESTS, TOKENS, Attention, Experts, MatrixProduct, RowWork, StepExchange, StepWork
+from cost_models.serving.work import (
+    REQUESTS,
+    TOKENS,
+    Attention,
+    Experts,
+    MatrixProduct,
+    RowWork,
+    StepExchange,
+    StepWork,
+)
 
 NUMBERED = re.compile(r"^(.*?\.)?\d+(\.|$)")
 """Paths of modules in a container: of blocks."""
@@ -61,27 +76,6 @@ class ModelWork:
     expert_bytes: float = 0.0
 
 
-class Product(NamedTuple):
-    """A product with a stored weight, in the graph.
-
-    Attributes:
-        node: its operator.
-        source: number of the operator that makes the activations.
-        activation, weight: which input is the activations, which the weight.
-        parameters: names of the parameters that the weight is made of.
-        format: of the weight.
-        rows: ``TOKENS`` or ``REQUESTS``.
-    """
-
-    node: int
-    source: int
-    activation: int
-    weight: int
-    parameters: tuple[str, ...]
-    format: str
-    rows: str
-
-
 class WorkFinder:
     """Work of one forward under different cuts.
 
@@ -106,7 +100,7 @@ class WorkFinder:
         """Return the work of one device under a plan of the forward's graph."""
         return _Local(self, plan).work()
 
-    def after(self, call: AttentionCall) -> list[Product]:
+    def after(self, call: AttentionCall) -> list[StoredProduct]:
         """Return the products that take the result of an attention, in another shape at most."""
         return [product for product in self.products if product.source == call.node]
 
@@ -134,7 +128,7 @@ class WorkFinder:
                 found |= {i} if any(ref.node in found for ref in node.refs) else set()
         return frozenset(found)
 
-    def chained(self, product: Product) -> bool:
+    def chained(self, product: StoredProduct) -> bool:
         """Return whether a product takes what is computed element by element of products of the same rows."""
         sources: set[int] = set()  # what these take: a residual is the sum of products of different rows
         todo, seen, makers = [product.source], set[int](), {p.node: p.source for p in self.products}
@@ -151,9 +145,9 @@ class WorkFinder:
             seen |= before
         return len(sources) == 1
 
-    def _products(self) -> Iterator[Product]:
+    def _products(self) -> Iterator[StoredProduct]:
         graph = self.graph
-        last = _only_to_outputs(graph, self.rules)
+        last = only_to_outputs(graph, self.rules)
         for i, node in graph.of_kind("op"):
             rule = self.rules[i]
             if rule is None or rule.kind not in ("matmul", "conv") or node.target in (BLOCK, EXPERTS):
@@ -165,16 +159,18 @@ class WorkFinder:
             ]  # fmt: skip
             if len(activations) != 1 or not weights:
                 continue
-            names = tuple(_parameters_of(graph, node.refs[weights[0]]))
+            names = tuple(parameters_of(graph, node.refs[weights[0]]))
             if not names:
                 continue
-            head, router = i in last, self._chooses(i)
+            head, router = i in last, self.chooses(i)
             plain = head or router or not NUMBERED.match(names[0])
-            source = _unmoved(graph, self.rules, node.refs[activations[0]])
-            rows = REQUESTS if head or not _of_tokens(graph.spec(node.refs[activations[0]]), self.forward.tokens) else TOKENS
-            yield Product(i, source, activations[0], weights[0], names, PLAIN if plain else self.formats.weights, rows)
+            source = unmoved(graph, self.rules, node.refs[activations[0]])
+            taken = graph.spec(node.refs[activations[0]])
+            rows = REQUESTS if head or not of_tokens(taken, self.forward.tokens) else TOKENS
+            form = PLAIN if plain else self.formats.weights
+            yield StoredProduct(i, source, activations[0], weights[0], names, form, rows)
 
-    def _chooses(self, i: int) -> bool:
+    def chooses(self, i: int) -> bool:
         """Return whether tokens choose their experts by a product's result."""
         todo, seen = [i], set[int]()
         while todo:
@@ -195,7 +191,7 @@ class WorkFinder:
         for i in self.experts:
             for ref in self.graph.nodes[i].refs:
                 if ref.node not in self.graph.from_inputs and len(self.graph.spec(ref).shape) > 2:
-                    stored |= dict.fromkeys(_parameters_of(self.graph, ref), self.formats.weights)
+                    stored |= dict.fromkeys(parameters_of(self.graph, ref), self.formats.weights)
         return {name: form for name, form in stored.items() if form != PLAIN}
 
 
@@ -218,7 +214,7 @@ class _Local:
         experts = list(self._experts())
         exchanges = list(self._exchanges())
         expert_names = {name for i in self.finder.experts for ref in self.graph.nodes[i].refs
-                        for name in _parameters_of(self.graph, ref)}  # fmt: skip
+                        for name in parameters_of(self.graph, ref)}  # fmt: skip
         attentions = list(self._attentions())
         full, windowed = self._cache_bytes(attentions)
         products = self._products()
@@ -266,14 +262,15 @@ class _Local:
         together: dict[object, MatrixProduct] = {}
         counts: Counter[tuple[bool, MatrixProduct]] = Counter()
         for product in self.finder.products:
-            node, rule, strategy = self.graph.nodes[product.node], self.finder.rules[product.node], self.strategies[product.node]
+            node, rule = self.graph.nodes[product.node], self.finder.rules[product.node]
+            strategy = self.strategies[product.node]
             assert rule is not None
-            m, n, k = _sizes(rule, product, cuts_of(rule, strategy.options, self.mesh)[0])
+            m, n, k = sizes_of(rule, product, cuts_of(rule, strategy.options, self.mesh)[0])
             times = max(1, round(m / self.tokens)) if product.rows == TOKENS else 1
             activations = self.finder.formats.activations if product.format != PLAIN else PLAIN
             made = MatrixProduct(n, k, product.format, activations, times * self._times(node.module), product.rows)
-            chooses = self.finder._chooses(product.node)
-            key = product.node if chooses or not self.finder.merges else (product.source, k, made.weights, made.rows, made.count)
+            alone = not self.finder.merges or self.finder.chooses(product.node)
+            key = product.node if alone else (product.source, k, made.weights, made.rows, made.count)
             before = together.get((_in_block(node.module), key))
             together[_in_block(node.module), key] = made if before is None else replace(made, n=before.n + n)
         for (inside, _), made in together.items():  # type: ignore[misc]
@@ -323,15 +320,15 @@ class _Local:
 
     def _exchanges(self) -> Iterator[tuple[str, StepExchange, bool]]:
         """Yield the module of each exchange, itself, and whether it adds up results of experts."""
-        last = _only_to_outputs(self.graph, self.finder.rules)
+        last = only_to_outputs(self.graph, self.finder.rules)
         for key, steps in self.plan.reshard_paths.items():
             name, _, out = key.partition("#")
             ref = Ref(self.graph.index[name], int(out or 0))
             node, spec = self.graph.nodes[ref.node], self.graph.spec(ref)
             if node.kind == "param" or (self.finder.merges and ref.node in self.finder.before_attention):
                 continue
-            of_tokens = _of_tokens(spec, self.tokens)
-            rows = REQUESTS if ref.node in last or not of_tokens else TOKENS
+            of_each = of_tokens(spec, self.tokens)
+            rows = REQUESTS if ref.node in last or not of_each else TOKENS
             item_bytes = min(FORMAT_BYTES[PLAIN], spec.item_bytes)
             kinds: dict[str, list[int]] = {}
             for src, dst in steps:
@@ -340,7 +337,7 @@ class _Local:
                 if kind is not None:
                     kinds.setdefault(kind, []).append(step.axis)
             combines = self._combines(ref)
-            whole = spec.n_elements * item_bytes / (self.tokens if of_tokens else 1)
+            whole = spec.n_elements * item_bytes / (self.tokens if of_each else 1)
             if combines:  # engines add up what the experts of a token give before they exchange it
                 whole = spec.shape[-1] * item_bytes
             times = self._times(node.module)
@@ -371,11 +368,11 @@ class _Local:
 
     def _bytes_of(self, name: str, state: State | None) -> float:
         """Return the bytes of all parameters that one stands for, on one device; None for without cuts."""
-        node = self.graph.nodes[self.graph.index[name]] if name in self.graph.index else self._parameter(name)
+        node = self._parameter(name)
         shape = node.out.shape if state is None else local_shape(node.out.shape, state, self.mesh)
         return prod(shape) * FORMAT_BYTES[self.finder.stored.get(name, PLAIN)] * self._times(name)
 
-    def _parameter(self, name: str):  # type: ignore[no-untyped-def]
+    def _parameter(self, name: str) -> Node:
         return next(node for _, node in self.graph.of_kind("param") if node.target == name)
 
     def _weight_bytes(self, inside: bool, others: set[str]) -> float:
@@ -405,36 +402,6 @@ class _Local:
         return local_shape(node.out.shape, self.strategies[heads[-1].node].outs[0], self.mesh)[-1]
 
 
-# --- of the graph -----------------------------------------------------------------------------------------------------
-
-
-def expert_matrices(graph: Graph, i: int) -> list[tuple[int, int, int]]:
-    """Return ``(experts, k, n)`` of each product of an operator of experts."""
-    node = graph.nodes[i]
-    if node.target == EXPERTS:
-        return [tuple(graph.spec(node.refs[1]).shape)]  # type: ignore[list-item]
-    steps = body_of(node.args[1]).steps
-    return [tuple(graph.spec(node.refs[args[1].number]).shape) for target, args, _ in steps if target == EXPERTS]  # type: ignore[misc]
-
-
-def _sizes(rule: Rule, product: Product, pieces: Mapping[str, int | Fraction]) -> tuple[int, int, int]:
-    """Return ``(rows, n, k)`` of a product on one rank."""
-    weight = {f for dim in rule.inputs[product.weight] for f in dim}
-    rows = {f for dim in rule.inputs[product.activation] for f in dim}
-    out = {f for dim in rule.outputs[0] for f in dim}
-
-    def size(factors: set[str]) -> int:
-        return prod(rule.size_at(f, pieces) for f in factors)
-
-    n = size((weight & out) - rows)
-    return max(1, size(out - (weight - rows))), n, max(1, size(weight - out))
-
-
-def _of_tokens(spec: Spec, tokens: int) -> bool:
-    """Return whether a tensor has rows of all tokens."""
-    return any(size % tokens == 0 for size in spec.shape)
-
-
 def _in_block(path: str) -> bool:
     return NUMBERED.match(path) is not None
 
@@ -445,38 +412,3 @@ def _counted(items: Iterable[Item]) -> tuple[Item, ...]:
     for item in items:
         counts[replace(item, count=1)] += item.count
     return tuple([replace(item, count=count) for item, count in counts.items()])
-
-
-def _parameters_of(graph: Graph, ref: Ref) -> Iterator[str]:
-    """Yield the names of the parameters that a tensor is made of."""
-    node = graph.nodes[ref.node]
-    if node.kind == "param":
-        yield node.target
-    elif node.kind == "op":
-        for before in node.refs:
-            if before.node not in graph.from_inputs:
-                yield from _parameters_of(graph, before)
-
-
-def _unmoved(graph: Graph, rules: list, ref: Ref) -> int:  # type: ignore[type-arg]
-    """Return the operator whose values a tensor has, in another shape or format."""
-    while graph.nodes[ref.node].kind == "op" and graph.nodes[ref.node].refs:
-        rule, node = rules[ref.node], graph.nodes[ref.node]
-        if rule is None or not (rule.kind == "none" or ".to." in node.target):
-            break
-        if graph.spec(node.refs[0]).n_elements != graph.spec(ref).n_elements:
-            break
-        ref = node.refs[0]
-    return ref.node
-
-
-def _only_to_outputs(graph: Graph, rules: list) -> frozenset[int]:  # type: ignore[type-arg]
-    """Return the operators behind which only outputs are, and no product or attention: the head, and what follows."""
-    last: set[int] = set()
-    for i in range(len(graph.nodes) - 1, -1, -1):
-        if graph.nodes[i].kind != "op":
-            break
-        readers = [r for out in range(len(graph.nodes[i].outs)) for r, _ in graph.consumers.get(Ref(i, out), ())]
-        if all(r in last and (rules[r] is None or rules[r].kind not in ("matmul", "conv", "attention")) for r in readers):
-            last.add(i)
-    return frozenset(last)

@@ -6,21 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 import torch
 
-from autopar.errors import ClusterError, InfeasibleError, PlanError, closest
+from autopar.errors import ClusterError, InfeasibleError, PlanError
 from autopar.inference.attention_calls import attention_calls, seen_tokens
 from autopar.inference.forward_capture import Forward, captured_forward, most_positions
-from autopar.inference.front import Deployment, front, missed, order, ranked
+from autopar.inference.front import PricedDeployment, front, missed, order, ranked
 from autopar.inference.layout_words import layout_in
-from autopar.inference.model_work import ModelWork, WorkFinder, expert_matrices
+from autopar.inference.model_work import ModelWork, WorkFinder
 from autopar.inference.number_formats import formats_of, note_on_formats
+from autopar.inference.product_facts import expert_matrices
 from autopar.inference.records import BOTH, Formats, ServingLoad, ServingPlan
-from autopar.inference.search import LaidOut, Setting, aggregated, at_count, disaggregated, in_words, worker_sizes
+from autopar.inference.search import LaidOut, SearchSetting, aggregated, at_count, disaggregated, in_words, worker_sizes
 from autopar.inference.weight_cuts import CutsImpossible, weight_cuts
 from autopar.inference.worker_layouts import ModelShape
 from autopar.plans.plan import StagePlan
@@ -45,12 +46,12 @@ class Answer:
     """
 
     plan: ServingPlan
-    ranked: tuple[Deployment, ...]
-    front: tuple[Deployment, ...]
-    like: tuple[Deployment, ...] = ()
+    ranked: tuple[PricedDeployment, ...]
+    front: tuple[PricedDeployment, ...]
+    like: tuple[PricedDeployment, ...] = ()
 
 
-def plan_serving(
+def plan_serving(  # noqa: PLR0913  (what a user may say)
     model: torch.nn.Module, cluster: Cluster, inputs: tuple[Sequence[Any], Mapping[str, Any]], load: ServingLoad, *,
     engine: str = "autopar", precision: str = "bf16", cache_precision: str = "bf16", devices: int | None = None,
     cost_per_hour: float | None = None, like: Sequence[str] = (), named: str = "", cluster_name: str = "",
@@ -89,12 +90,12 @@ def plan_serving(
     shape = shape_of(finder)
     say("cutting weights")
     plans, works, refused = _works(finder, cluster, shape, n)
-    setting = Setting(works, shape, cluster, n, kind, load, cost_per_hour)
+    setting = SearchSetting(works, shape, cluster, n, kind, load, cost_per_hour)
     given = tuple(_priced(setting, words, refused) for words in like)
     say("layouts and requests in flight")
     found = list(aggregated(setting, worker_sizes(n)))
     found += disaggregated(setting, worker_sizes(n), lambda n_bytes: _moved(cluster, n, n_bytes))
-    notes = _notes(finder, forward, setting, formats, refused)
+    notes = _notes(forward, setting, formats, refused)
     best = ranked(found, load)
     if not best:
         if like and given:
@@ -227,50 +228,10 @@ def cuts_of_block(finder: WorkFinder, plan: StagePlan) -> dict[str, str]:
     return cuts
 
 
-# --- as autopar.plan calls it -------------------------------------------------------------------------------------------
-
-ARGUMENTS = {
-    "input_tokens": int, "output_tokens": int, "prefix_tokens": int, "first_token_seconds": float,
-    "token_seconds": float, "requests_per_second": float, "engine": str, "cache_precision": str, "devices": int,
-    "cost_per_hour": float, "precision": str,
-}  # fmt: skip
-"""Arguments of ``autopar.plan(..., mode="inference")`` beside model, cluster and inputs."""
-
-
-def planned(
-    model: torch.nn.Module, cluster: Cluster, inputs: tuple[Sequence[Any], Mapping[str, Any]], serving: Mapping[str, Any],
-    like: str | None = None, cluster_name: str = "",
-) -> ServingPlan:  # fmt: skip
-    """Return the plan of :func:`plan_serving` by the arguments of :func:`autopar.plan`.
-
-    Raises:
-        PlanError: an argument is not known, is missing or has another type; and what :func:`plan_serving` raises.
-    """
-    for name, value in serving.items():
-        if name not in ARGUMENTS:
-            raise PlanError(f"plan(mode='inference') has no argument {name}; {closest(name, ARGUMENTS)}")
-        kind = ARGUMENTS[name]
-        right = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
-        if value is not None and not right:
-            raise PlanError(f"{name} is {value!r}; give {'a number' if kind is float else f'a {kind.__name__}'}")
-    lengths = ServingLoad.__dataclass_fields__
-    missing = [name for name in ("input_tokens", "output_tokens") if serving.get(name) is None]
-    if missing:
-        raise PlanError(f"plan(mode='inference') needs {missing[0]}")
-    load = ServingLoad(**{name: value for name, value in serving.items() if name in lengths and value is not None})
-    others = {name: value for name, value in serving.items() if name not in lengths and value is not None}
-    words = [like] if like is not None else []
-    answer = plan_serving(model, cluster, inputs, load, like=words, cluster_name=cluster_name, **others)
-    if not answer.like:
-        return answer.plan
-    given = answer.like[0]
-    return replace(answer.plan, workers=given.workers, served=given.served, devices=given.devices)
-
-
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def _priced(setting: Setting, words: str, refused: Mapping[int, str]) -> Deployment:
+def _priced(setting: SearchSetting, words: str, refused: Mapping[int, str]) -> PricedDeployment:
     """Return the deployment of a layout in words."""
     layout, batch = layout_in(words, setting.shape)
     if layout.devices > setting.devices:
@@ -294,7 +255,7 @@ def _moved(cluster: Cluster, devices: int, n_bytes: float) -> float:
 
 
 def _notes(
-    finder: WorkFinder, forward: Forward, setting: Setting, formats: Formats, refused: Mapping[int, str]
+    forward: Forward, setting: SearchSetting, formats: Formats, refused: Mapping[int, str]
 ) -> list[str]:
     notes = [setting.engine.factor_note(setting.device.name)]
     notes.append(note_on_formats(formats, setting.device))
@@ -305,7 +266,7 @@ def _notes(
     return [note for note in notes if note]
 
 
-def _infeasible(setting: Setting, found: Sequence[Deployment]) -> InfeasibleError:
+def _infeasible(setting: SearchSetting, found: Sequence[PricedDeployment]) -> InfeasibleError:
     """Return the error of a load that nothing serves: the nearest, and both numbers."""
     load = setting.load
     if not found:
@@ -317,7 +278,7 @@ def _infeasible(setting: Setting, found: Sequence[Deployment]) -> InfeasibleErro
             f"{show_bytes(limit)} per device; give more devices, narrower weights (--precision fp8) or shorter requests"
         )
 
-    def by_how_much(each: Deployment) -> float:
+    def by_how_much(each: PricedDeployment) -> float:
         served, over = each.served, 1.0
         for value, limit in ((served.first_token_seconds, load.first_token_seconds),
                              (served.token_seconds, load.token_seconds)):  # fmt: skip
@@ -336,4 +297,4 @@ def _infeasible(setting: Setting, found: Sequence[Deployment]) -> InfeasibleErro
     )
 
 
-__all__ = ["Answer", "check_load", "cuts_of_block", "plan_serving", "planned", "shape_of"]
+__all__ = ["Answer", "check_load", "cuts_of_block", "plan_serving", "shape_of"]

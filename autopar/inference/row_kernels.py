@@ -28,7 +28,7 @@ class RowKernel:
 
 
 def row_kernels(graph: Graph, tokens: int) -> list[RowKernel]:
-    """Return the kernels on rows of a graph of one request of so many tokens; those inside of attention are left out."""
+    """Return the kernels on rows of a graph of one request of so many tokens, without those inside of attention."""
     rules, group_of = rules_by_number(graph), _groups(graph, tokens)
     members: dict[int, list[int]] = {}
     for i in group_of:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autopar.inference.front import Deployment, missed
+from autopar.inference.front import PricedDeployment, missed
 from autopar.inference.model_work import ModelWork
 from autopar.inference.records import BOTH, DECODE, PREFILL, Served, ServingLoad, Worker, WorkerLayout
 from autopar.inference.worker_layouts import ModelShape, layout_work, layouts_on
@@ -31,7 +31,7 @@ UTILIZATION = 0.9
 
 
 @dataclass
-class Setting:
+class SearchSetting:
     """What a search is for.
 
     Attributes:
@@ -72,7 +72,7 @@ class Setting:
 class LaidOut:
     """A layout of a worker with its work."""
 
-    setting: Setting
+    setting: SearchSetting
     layout: WorkerLayout
     phase: str = BOTH
 
@@ -93,7 +93,8 @@ class LaidOut:
         """Return the price of a step."""
         share = self.layout.context
         if share > 1:
-            batch = replace(batch, prefills=tuple(Prefill(-(-p.new // share), p.past + p.new // 2) for p in batch.prefills))
+            parts = tuple(Prefill(-(-p.new // share), p.past + p.new // 2) for p in batch.prefills)
+            batch = replace(batch, prefills=parts)
         return step_seconds(self.work, batch, self.setting.cluster, self.setting.engine)
 
     def seconds(self, batch: StepBatch) -> float:
@@ -124,7 +125,7 @@ def counts_up_to(most: int) -> list[int]:
     return sorted({n for n in IN_FLIGHT if n <= most} | ({most} if most else set()))
 
 
-def aggregated(setting: Setting, sizes: Sequence[int]) -> Iterator[Deployment]:
+def aggregated(setting: SearchSetting, sizes: Sequence[int]) -> Iterator[PricedDeployment]:
     """Yield deployments of workers that prefill and decode, as many as the devices hold."""
     for size in sizes:
         for layout in layouts_on(setting.shape, size, setting.domain):
@@ -132,7 +133,7 @@ def aggregated(setting: Setting, sizes: Sequence[int]) -> Iterator[Deployment]:
                 yield from deployed(LaidOut(setting, layout), setting.devices // size)
 
 
-def deployed(laid: LaidOut, replicas: int) -> Iterator[Deployment]:
+def deployed(laid: LaidOut, replicas: int) -> Iterator[PricedDeployment]:
     """Yield deployments of one layout, by requests in flight."""
     setting = laid.setting
     if not laid.most:
@@ -148,19 +149,19 @@ def deployed(laid: LaidOut, replicas: int) -> Iterator[Deployment]:
             break
 
 
-def at_count(laid: LaidOut, n: int, replicas: int) -> Deployment:
+def at_count(laid: LaidOut, n: int, replicas: int) -> PricedDeployment:
     """Return a deployment with ``n`` requests in flight on every attention data rank."""
     setting, layout, times = laid.setting, laid.layout, laid.times(n)
     devices = replicas * layout.devices
     ranks = replicas * layout.attention_data
     load = setting.load
     step = laid.price(StepBatch((), n, load.input_tokens + load.output_tokens / 2))
-    served = _served(setting, times, ranks, devices, step.parts, 0.0, "cache" if n == laid.most else "")
-    return Deployment((laid.worker(replicas, n),), devices, served)
+    served = _served(setting, times, ranks, step.parts, 0.0, "cache" if n == laid.most else "")
+    return PricedDeployment((laid.worker(replicas, n),), devices, served)
 
 
 def _served(
-    setting: Setting, times: ServedTimes, ranks: float, devices: int, parts: Mapping[str, float], transfer: float,
+    setting: SearchSetting, times: ServedTimes, ranks: float, parts: Mapping[str, float], transfer: float,
     full: str,
 ) -> Served:  # fmt: skip
     rate, tokens = times.requests_per_second * ranks, times.tokens_per_second * ranks
@@ -177,7 +178,7 @@ def _served(
     return replace(served, binding="memory: no more requests fit" if full else "")
 
 
-def _note(setting: Setting, laid: LaidOut) -> None:
+def _note(setting: SearchSetting, laid: LaidOut) -> None:
     """Remember the layout that comes nearest to the memory of a device."""
     memory = laid.worker(1, 1).memory
     known = setting.closest.get("memory")
@@ -222,7 +223,9 @@ class _Decode:
     rate: float
 
 
-def disaggregated(setting: Setting, sizes: Sequence[int], transfer: Callable[[float], float]) -> Iterator[Deployment]:
+def disaggregated(
+    setting: SearchSetting, sizes: Sequence[int], transfer: Callable[[float], float]
+) -> Iterator[PricedDeployment]:
     """Yield deployments with prefill workers and decode workers.
 
     Of each kind, only ways with the most requests a second per device for their time are combined. The workers are
@@ -239,7 +242,7 @@ def disaggregated(setting: Setting, sizes: Sequence[int], transfer: Callable[[fl
             yield from _combined(setting, p, d, transfer)
 
 
-def _prefills(setting: Setting, sizes: Sequence[int]) -> list[_Prefill]:
+def _prefills(setting: SearchSetting, sizes: Sequence[int]) -> list[_Prefill]:
     load, found = setting.load, []
     new = load.input_tokens - load.prefix_tokens
     for size in sizes:
@@ -267,7 +270,7 @@ def _chunked(laid: LaidOut, new: int, past: int, batch: int) -> float:
     return seconds
 
 
-def _decodes(setting: Setting, sizes: Sequence[int]) -> list[_Decode]:
+def _decodes(setting: SearchSetting, sizes: Sequence[int]) -> list[_Decode]:
     load, found = setting.load, []
     context = load.input_tokens + load.output_tokens / 2
     for size in sizes:
@@ -300,8 +303,8 @@ MOST_WAYS = 24
 
 
 def _combined(
-    setting: Setting, p: _Prefill, d: _Decode, transfer: Callable[[float], float]
-) -> Iterator[Deployment]:
+    setting: SearchSetting, p: _Prefill, d: _Decode, transfer: Callable[[float], float]
+) -> Iterator[PricedDeployment]:
     """Yield the best number of workers of both kinds on the devices."""
     size_p, size_d = p.laid.layout.devices, d.laid.layout.devices
     load = setting.load
@@ -326,6 +329,6 @@ def _combined(
     times = ServedTimes(first, step.seconds, rate * load.output_tokens, rate)
     devices = x * size_p + y * size_d
     full = "cache" if requests == d.laid.most else ""
-    served = _served(setting, times, 1, devices, step.parts, moved, full)
+    served = _served(setting, times, 1, step.parts, moved, full)
     workers = p.laid.worker(x, p.batch), d.laid.worker(y, requests)
-    yield Deployment(workers, devices, served)
+    yield PricedDeployment(workers, devices, served)

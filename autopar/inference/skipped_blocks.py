@@ -81,7 +81,8 @@ class SkippedBlocks:
             for kind in {type(module) for each in self._kinds for module in each.modules}:
                 stack.enter_context(mock.patch.object(kind, "forward", self._forward(kind.forward)))
             numbers = {
-                (type(module_at(each.modules[0], path)), name) for each in self._kinds for path, name in each.own_numbers
+                (type(module_at(each.modules[0], path)), name)
+                for each in self._kinds for path, name in each.own_numbers
             }
             for kind, name in numbers:
                 stack.enter_context(watched(kind, name, reads))

@@ -15,7 +15,8 @@ from math import prod
 
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.inference.attention_calls import rules_by_number
-from autopar.inference.model_work import Product, WorkFinder
+from autopar.inference.model_work import WorkFinder
+from autopar.inference.product_facts import StoredProduct
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.plans.plan import StagePlan
 from autopar.words.meshes import Mesh
@@ -74,7 +75,7 @@ def _by_heads(finder: WorkFinder, number: int, mesh: Mesh) -> dict[str, str]:
     return pins
 
 
-def _summed(finder: WorkFinder, product: Product) -> str:
+def _summed(finder: WorkFinder, product: StoredProduct) -> str:
     """Return the factor that a product sums over."""
     rule = rules_by_number(finder.graph)[product.node]
     assert rule is not None

@@ -50,7 +50,7 @@ def layouts_on(shape: ModelShape, devices: int, domain: int, *, prefill_only: bo
                 continue
             rest = of_stage // tensor
             copies = max(1, tensor // shape.kv_heads)
-            for data in (rest,) if not prefill_only else (rest, 1):
+            for data in {rest, 1} if prefill_only else {rest}:
                 context = rest // data
                 if data > 1 and not shape.experts:
                     continue  # without experts that all share, these are workers of their own
@@ -93,7 +93,7 @@ def layout_work(works: Mapping[int, ModelWork], layout: WorkerLayout) -> StepWor
     else:
         exchanges += [replace(e, group=layout.tensor) for e in work.combined]
         if not work.combined and work.experts and layout.tensor > 1:
-            exchanges += [_all_reduced(e, work, layout) for e in work.experts]
+            exchanges += [_all_reduced(e, layout) for e in work.experts]
     share = 1.0 / layout.context
     if layout.context > 1:
         exchanges += _context_exchanges(blocks, layout)
@@ -133,7 +133,7 @@ def _shared_by_all(work: ModelWork, layout: WorkerLayout) -> list[StepExchange]:
     return found
 
 
-def _all_reduced(experts: Experts, work: ModelWork, layout: WorkerLayout) -> StepExchange:
+def _all_reduced(experts: Experts, layout: WorkerLayout) -> StepExchange:
     return StepExchange("all_reduce", experts.shapes[0][1] * FORMAT_BYTES["bf16"], layout.tensor, 1, experts.count)
 
 

@@ -1,4 +1,4 @@
-"""Memory of a device of a worker: weights, cache of the requests in flight, workspace, and what is left for the cache."""
+"""Memory of a device of a worker: weights, cache of the requests in flight, workspace."""
 
 from __future__ import annotations
 

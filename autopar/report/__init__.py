@@ -16,6 +16,7 @@ memory              :mod:`.memory_contents`: what fills a device at the fullest 
 :mod:`.fitted_tables` tables that fit the terminal
 :mod:`.plan_in_words` a plan in the terms of trainers: ``TP 4, PP 8, ZeRO-1``; :mod:`.block_names`: ``layers 0 to 17``
 :mod:`.parts`       how each part of a model is laid out; :mod:`.workload`: what is trained, and what it costs
+:mod:`.serving_plot` the front of a plan for serving as a plot
 :mod:`.page`        a plan as one HTML page
 =================== ===================================================================================================
 """

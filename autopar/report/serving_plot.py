@@ -41,14 +41,16 @@ def front_plot(points: Sequence[tuple[float, float, str]], chosen: tuple[float, 
         lines.append(f'<text x="{px:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
         lines.append(f'<text x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{y:g}</text>')
     lines.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">tokens/s per user</text>')
-    lines.append(f'<text transform="translate(16 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">tokens/s per device</text>')
+    turned = f'transform="translate(16 {HEIGHT / 2}) rotate(-90)" text-anchor="middle"'
+    lines.append(f"<text {turned}>tokens/s per device</text>")
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(a, b) for a, b, _ in points))
     lines.append(f'<polyline points="{path}" fill="none" stroke="#2563eb" stroke-width="1.5"/>')
     for a, b, words in points:
         x, y = at(a, b)
         lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#2563eb"><title>{escape(words)}</title></circle>')
     x, y = at(*chosen)
-    lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="none" stroke="#dc2626" stroke-width="2"><title>the plan</title></circle>')
+    ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="none" stroke="#dc2626" stroke-width="2">'
+    lines.append(f"{ring}<title>the plan</title></circle>")
     return "\n".join([*lines, "</svg>", ""])
 
 

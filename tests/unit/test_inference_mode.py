@@ -25,7 +25,6 @@ from autopar.runtime.ranks.in_process_ranks import run_step
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 
-
 CLUSTER = get_cluster("local-x2")
 WIDE = Sizes(dim=64, vocab=200)
 HEADS = {"blocks.*.attention.q": {"tensor": "n"}}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import autopar
 from autopar.cli import app
+from autopar.cli.common import UsageError
 from autopar.errors import ClusterError, InfeasibleError, PlanError
 from autopar.inference.front import front
 from autopar.inference.layout_words import layout_in
-from autopar.inference.planning import check_load, plan_serving, planned
+from autopar.inference.planning import check_load, plan_serving
 from autopar.inference.records import DECODE, PREFILL, ServingLoad
 from autopar.inference.worker_layouts import ModelShape, layouts_on
 from hardware_profiles import load_cluster
@@ -58,7 +61,7 @@ def test_plans_keep_limits():
 
 
 def test_no_deployment_keeps_impossible_limits():
-    with pytest.raises(InfeasibleError, match="keeps the limits: the nearest, .* misses time per output token: .* of"):
+    with pytest.raises(InfeasibleError, match=r"keeps the limits: the nearest, .* misses time per output token: .* of"):
         answer(ServingLoad(1000, 100, token_seconds=1e-4))
 
 
@@ -81,7 +84,7 @@ def _too_large():
 
 def test_more_devices_serve_no_less():
     rates = [answer(devices=n).plan.served.requests_per_second for n in (1, 2, 4, 8)]
-    assert all(b >= a * (1 - 1e-6) for a, b in zip(rates, rates[1:], strict=False)), rates
+    assert all(b >= a * (1 - 1e-6) for a, b in pairwise(rates)), rates
 
 
 def test_narrow_weights_serve_more():
@@ -134,10 +137,23 @@ def test_strange_arguments():
         answer(precision="fp9")
     with pytest.raises(PlanError, match="9,000 tokens, and the model has 8,192 positions"):
         answer(ServingLoad(8900, 100))
-    with pytest.raises(PlanError, match="has no argument input_token; did you mean 'input_tokens'"):
-        planned(model(), load_cluster("dgx-h100"), ((), {}), {"input_token": 1})
-    with pytest.raises(PlanError, match="input_tokens is '1'; give a int"):
-        planned(model(), load_cluster("dgx-h100"), ((), {}), {"input_tokens": "1"})
+
+
+def test_the_function():
+    inputs = {"input_ids": torch.zeros(1, 32, dtype=torch.int64, device="meta")}
+    asked = {"mode": "inference", "input_tokens": 1000, "output_tokens": 100, "devices": 2}
+    found = autopar.plan(model(), "dgx-h100", inputs, engine="vllm", like="tp=2,batch=4", **asked)
+    (worker,) = found.workers
+    assert (worker.layout.tensor, worker.requests, found.cluster) == (2, 4, "dgx-h100")
+    for others, said in (
+        ({"input_token": 1}, "has no argument input_token; did you mean 'input_tokens'"),
+        ({"cost_per_hour": "1"}, "cost_per_hour is '1'; give a number"),
+        ({"stages": 2}, "stages is for training plans"),
+        ({"mode": "training"}, "is for serving; add mode='inference'"), ({"mode": "serve"}, "mode is 'serve'"),
+        ({"output_tokens": None}, "needs output_tokens"),
+    ):  # fmt: skip
+        with pytest.raises(PlanError, match=said):
+            autopar.plan(model(), "dgx-h100", inputs, **{**asked, **others})
 
 
 DENSE, ROUTED = ModelShape(32, 8, 32, 0, 0), ModelShape(32, 4, 32, 64, 1536)
@@ -196,4 +212,4 @@ def test_the_command(tmp_path):
 ])  # fmt: skip
 def test_options_that_mean_nothing(words, said):
     done = run("hf:none.json", "-c", "dgx-h100", *words)
-    assert done.exit_code == 2 and said in done.output.replace("\n", " "), done.output
+    assert isinstance(done.exception, UsageError) and said in str(done.exception), done.output
