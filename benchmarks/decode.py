@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,10 @@ from autopar.plans.stage_graphs import cut
 from autopar.profiling import document as profiles
 from autopar.profiling.quiet import CpuWatch, quietest, until_quiet
 from autopar.words.meshes import Mesh
-from dataclasses import replace
 from hardware_profiles import Cluster, load_cluster
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from cached_decoder import Sizes, made, prompt_of  # noqa: E402  (of the tests, which are not installed)
+from cached_decoder import Sizes, made, prompt_of
 
 SIZES = Sizes(vocab=4000, batch=8, length=512, layers=6, heads=8, kv_heads=8, dim=512, rope=True)
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -106,7 +105,8 @@ def main() -> None:
         document = profiles.profile(captured.graph, load_cluster("local-x2"), "local-x2", "decoder", options)
         path.write_text(profiles.dumps(document), encoding="utf-8")
         cluster = load_cluster(path)
-    print(f"{json.dumps(asdict(SIZES))}, float32; load of the machine while profiling: {document['provenance']['load']}")
+    load = document["provenance"]["load"]
+    print(f"{json.dumps(asdict(SIZES))}, float32; load of the machine while profiling: {load}")
     for name in asked.layouts:
         plan = planned(captured, cluster, LAYOUTS[name])
         counted = [
@@ -126,9 +126,9 @@ def main() -> None:
             f"{name:6} caches {','.join(caches):5} predicted {1e3 * plan.seconds:6.2f} ms, measured "
             f"{1e3 * seconds:6.2f} ms ({seconds / plan.seconds - 1:+.0%}; least {1e3 * least:.2f} ms "
             f"{least / plan.seconds - 1:+.0%}; beside {max(found['others'] for found in ranks):.2f} others)   "
-            f"computing predicted {1e3 * computed:.2f} ms, worked {1e3 * worked:.2f} ms ({worked / computed - 1:+.0%})   memory "
-            f"predicted {max(said) / 2**20:.2f} MiB, counted {max(counted) / 2**20:.2f} MiB "
-            f"({max(said) / max(counted) - 1:+.1%})", flush=True,
+            f"computing predicted {1e3 * computed:.2f} ms, worked {1e3 * worked:.2f} ms "
+            f"({worked / computed - 1:+.0%})   memory predicted {max(said) / 2**20:.2f} MiB, counted "
+            f"{max(counted) / 2**20:.2f} MiB ({max(said) / max(counted) - 1:+.1%})", flush=True,
         )  # fmt: skip
 
 
