@@ -93,6 +93,7 @@ class StageWork(NamedTuple):
         microbatches: the number of them in a step.
         optimizer: its name, such as ``adamw``.
         cast_bytes: bytes that are read and written in a step to cast parameters to narrow copies.
+        forward_only: there is no backward, and no optimizer.
     """
 
     summed: Sequence[tuple[int, float]]
@@ -101,6 +102,7 @@ class StageWork(NamedTuple):
     microbatches: int
     optimizer: str
     cast_bytes: float = 0.0
+    forward_only: bool = False
 
 
 @dataclass(frozen=True)

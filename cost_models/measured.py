@@ -96,6 +96,8 @@ class MeasuredCosts:
         """
         stage_work, measured = work(), self.measured
         overheads = measured.overheads
+        if stage_work.forward_only:
+            return StageSeconds(overheads.forward_seconds, 0.0, 0.0, 0.0, 0.0, 0.0)
         summed = to_earlier = to_earlier_anew = 0.0
         for additions, n_bytes in stage_work.summed:
             summed += additions * between(measured.accumulate, n_bytes)

@@ -267,7 +267,9 @@ def _beside_operators(plan: StagePlan, graph: Graph, costs: Costs) -> tuple[floa
                 used, stored = (prod(local_shape(node.out.shape, s, plan.mesh)) for s in (choice.used, choice.stored))
                 parameters.append((used * node.out.item_bytes, stored * graph.stored(node).item_bytes))
         n_ops = sum(n.kind == "op" and n.needs_grad for n in graph.nodes)
-        return StageWork(summed, parameters, n_ops, plan.microbatches, plan.optimizer)
+        return StageWork(
+            summed, parameters, n_ops, plan.microbatches, plan.optimizer, forward_only=graph.forward_only
+        )
 
     extra = costs.stage(work)
     return (plan.microbatches * (extra.forward + extra.backward), extra.step) if extra is not None else (0.0, 0.0)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cached_decoder import Sizes, greedy, made, prompt_of
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -46,3 +47,35 @@ def tokens(
 
 def _whole(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.full_tensor() if isinstance(buffer, DTensor) else buffer
+
+
+class Counts(nn.Module):
+    """Two layers, each with sums of what it has seen, of which a call without ``both`` leaves one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        for name in ("a", "b"):
+            self.register_buffer(name, torch.zeros(8))
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        """Return ``x`` of ``[rows, 8]`` after both layers and what they have seen."""
+        x = self.first(x)
+        self.a.add_(x.sum(0))
+        x = self.second(x + self.a)
+        if both:
+            self.b.add_(x.sum(0))
+            x = x + self.b
+        return x
+
+
+def left_alone() -> list[float]:
+    """Call a pipeline with programs that read a buffer, leave it alone, and read it again; the differences."""
+    model = Counts().double().eval()
+    alone = copy.deepcopy(model)
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    pm = autopar.parallelize(model, 2, x, mode="inference", stages=2, cuts=["second"])
+    calls = [(x, True), (x, False), (x[:2], True), (x[:3], False), (x, True), (x[:3], True)]
+    with torch.no_grad():
+        return [float((pm(rows, both) - alone(rows, both)).abs().max()) for rows, both in calls]

@@ -25,7 +25,7 @@ CACHES = {
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "cached", CALLS)
+    return run_local(several, 2, "cached", {**CALLS, "left alone": ("left_alone",)})
 
 
 @pytest.mark.parametrize("case", CALLS)
@@ -35,6 +35,10 @@ def test_tokens_are_those_of_one_device(found: list[dict[str, Any]], case: str) 
         assert rank[case]["caches"] == CACHES[case]
         assert rank[case]["worst"] < 1e-9
         assert rank[case]["captures"] == 2  # one token, and the other prompt
+
+
+def test_a_buffer_that_some_programs_of_a_pipeline_leave_alone(found: list[dict[str, Any]]) -> None:
+    assert all(max(rank["left alone"]) < 1e-9 for rank in found)
 
 
 def test_rows_and_heads_of_two_axes() -> None:

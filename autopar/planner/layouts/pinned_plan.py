@@ -32,7 +32,7 @@ from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
-from autopar.words.placements import Placement, State, replicated_placement
+from autopar.words.placements import REPLICATED, Placement, State, replicated_placement
 from cost_models.schedules import Schedule, Timeline, build, label_of, live_at_peak, live_per_stage, simulate
 from hardware_profiles import Cluster
 
@@ -256,9 +256,15 @@ class _Pinned:
             node.target: self._arrival(node, wanted[Ref(i)][0])
             for i, node in graph.of_kind("input") if node.target in graph.arriving and Ref(i) in wanted
         }  # fmt: skip
+        stored = {graph.nodes[i].target for i in setting.stored}
         regathers = self.said.sequence_parallel and self.cluster.software.regathers
         again = frozenset(reshard_key(graph, ref) for ref in made) if regathers else frozenset()
-        return Decided(ops, params, outputs, inputs, tensors={REGATHER.name: again})
+        buffers = {
+            name: State(REPLICATED if not p.is_shard else p for p in made[ref])
+            for name, ref in graph.updates.items()
+            if ref in made and name in stored and not made[ref].has_units
+        }
+        return Decided(ops, params, outputs, inputs, tensors={REGATHER.name: again}, buffers=buffers)
 
     @staticmethod
     def _whole_sums(state: State, grad: bool) -> State:

@@ -149,23 +149,30 @@ def index_copy(call: Call) -> Rule:
     )
 
 
-@rule("aten.index_copy_.default")
+@rule(
+    "aten.index_copy_.default",
+    samples=[sample(T((6, 8), grad=False), 0, T((1,), "int64", 6), T((1, 8), grad=False))],
+)
 def index_copy_in_place(call: Call) -> Rule:
     """Make the rule of ``index_copy_``, which is that of ``index_copy``, as those of other writes in place."""
     return replace(index_copy(call), in_place=True, linear=())
 
 
-@rule("aten.index_put_.default")
+@rule("aten.index_put_.default", samples=[
+    sample(T((4, 6, 8), grad=False), [None, T((1,), "int64", 6)], T((4, 1, 8), grad=False)),
+])  # fmt: skip
 def index_put_in_place(call: Call) -> Rule:
     return replace(index_put(call), in_place=True, linear=(), additive=frozenset())
 
 
-@rule("aten.scatter_.src")
+@rule("aten.scatter_.src", samples=[
+    sample(T((4, 6), grad=False), 1, T((4, 1), "int64", 6), T((4, 1), grad=False)),
+])  # fmt: skip
 def scatter_in_place(call: Call) -> Rule:
     return replace(scatter(call), in_place=True, linear=())
 
 
-@rule("aten.scatter_.value")
+@rule("aten.scatter_.value", samples=[sample(T((4, 6), grad=False), 1, T((4, 2), "int64", 6), 1.5)])
 def scatter_value_in_place(call: Call) -> Rule:
     return replace(scatter_value(call), in_place=True, linear=())
 

@@ -29,7 +29,14 @@ from autopar.runtime.pipelines.wires import Wire, wires_of
 from autopar.runtime.ranks.plan_groups import groups_of
 from autopar.runtime.stages.stage import Buffers, Stage
 from autopar.runtime.variants.program_cache import KEPT, AllWell, Fields
-from autopar.runtime.variants.recaptured import buffers_for, check_stored, differs, planner_for, with_buffers_of
+from autopar.runtime.variants.recaptured import (
+    buffers_for,
+    check_stored,
+    differs,
+    placed_buffers,
+    planner_for,
+    with_buffers_of,
+)
 from cost_models.schedules import with_microbatches
 
 ReplanStages = Callable[[Captured, int], Plan]
@@ -119,6 +126,7 @@ def take(pm: Any, new: Captured, count: int, replan: ReplanStages | None, all_we
             graph, stage_plan, mesh = parts[s].graph, plan.stages[s], before.device_mesh
             wanted = {node.target for _, node in graph.of_kind("buffer")}
             there = {name: entry for name, entry in now.items() if name in wanted}
+            there |= placed_buffers(pm, wanted - there.keys(), stage_plan.mesh)
             buffers = buffers_for(pm, new, graph, stage_plan, mesh, there)
             stages[s] = Stage(graph, stage_plan, mesh, pm, buffers, before.compile_args)
         pm.stages, pm.lines = stages, lines

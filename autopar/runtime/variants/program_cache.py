@@ -368,8 +368,8 @@ class Programs:
         if self.captures == self.most + 1 and (not dist.is_initialized() or dist.get_rank() == 0):
             warnings.warn(
                 f"this module has been captured {self.captures} times since parallelize, for calls and values that "
-                f"differ, and keeps the {self.most} programs that were used last: each new one costs seconds. Pad batches "
-                "to a few sizes, and pass numbers that change as tensors\n" + what,
+                f"differ, and keeps the {self.most} programs that were used last: each new one costs seconds. Pad "
+                "batches to a few sizes, and pass numbers that change as tensors\n" + what,
                 stacklevel=6,
             )
 

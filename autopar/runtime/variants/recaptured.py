@@ -5,7 +5,7 @@ Parameters and buffers stay where they are; another :class:`~autopar.runtime.sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from autopar.runtime.parameters.state import as_dtensor, joined, local_of, local
 from autopar.runtime.stages.stage import Buffers, Stage
 from autopar.runtime.variants.program_cache import AllWell, Fields, Replan
 from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from autopar.words.placements import State, replicated_placement, whole_state
 
 if TYPE_CHECKING:
@@ -207,6 +208,25 @@ def buffers_for(
     for _, node in graph.of_kind("buffer"):
         if node.target not in placed:  # a frozen parameter that only this program writes
             placed[node.target] = _renewed_from_now_on(node.target, registered[node.target])
+    return placed
+
+
+def placed_buffers(pm: ParallelRun, names: Collection[str], mesh: Mesh) -> Buffers:
+    """Return those buffers that are registered here under some names, which the program that ran last did not read.
+
+    Args:
+        mesh: that of the plan that is to read them.
+    """
+    placed: Buffers = {}
+    for name in names:
+        if name in pm.user.buffers and name in pm.registered():
+            owner, key = pm.owner_of(name)
+            buffer = owner._buffers[key]
+            assert buffer is not None
+            state = whole_state(mesh)
+            if isinstance(buffer, DTensor):
+                state = State.of(*(f"S{p.dim}" if isinstance(p, Shard) else "R" for p in buffer.placements))
+            placed[name] = local_of(buffer), state
     return placed
 
 

@@ -123,4 +123,4 @@ def beside_ops(
                 (pricer.local_bytes(node.out, choice.used), pricer.local_bytes(graph.stored(node), choice.stored))
             )
     n_ops = sum(n.kind == "op" and n.needs_grad for n in nodes)
-    return StageWork(summed, parameters, n_ops, microbatches, optimizer, cast_bytes)
+    return StageWork(summed, parameters, n_ops, microbatches, optimizer, cast_bytes, graph.forward_only)
