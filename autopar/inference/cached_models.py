@@ -304,13 +304,22 @@ class TakenOut(torch.nn.Module):
 
 
 def _own_weights(encoder: torch.nn.Module, rest: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Copy the weights of an encoder that the rest reads, too; return what they were, and where."""
+    """Copy the weights of an encoder that the rest reads, too; return what they were, and where.
+
+    Raises:
+        CaptureError: they have no values yet, and would get different ones.
+    """
     others = {id(param) for param in rest.parameters()}
     copies: dict[int, torch.nn.Parameter] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
     for one in encoder.modules():
         for key, param in one._parameters.items():
             if param is not None and id(param) in others:
+                if param.is_meta:
+                    raise CaptureError(
+                        f"{key} of a {type(one).__name__} is of the encoder and of the decoder, which are spread apart, "
+                        "and on the meta device each would get values of its own: build the model on the CPU"
+                    )
                 before.append((one._parameters, key, param))
                 copies.setdefault(id(param), torch.nn.Parameter(param.detach().clone(), param.requires_grad))
                 one._parameters[key] = copies[id(param)]

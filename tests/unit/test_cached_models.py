@@ -162,6 +162,25 @@ def test_models_without_keys_and_values_are_refused() -> None:
         made_ready(flex.model, flex.example, None, 32)
 
 
+def test_an_encoder_that_shares_weights_needs_their_values() -> None:
+    of = t5()
+    with torch.device("meta"):
+        model = type(of.model)(of.model.config)
+    with pytest.raises(CaptureError, match="on the meta device each would get values of its own"):
+        made_ready(model, of.example, None, 32)
+
+
+def test_an_encoder_is_put_back() -> None:
+    of = t5()
+    alone = copy.deepcopy(of.model)
+    found = made_ready(of.model, of.example, None, LENGTH)
+    assert found is not None and found.encoder is not None
+    assert not [*of.model.encoder.parameters()]
+    found.encoder[0].put_back()
+    assert of.model.encoder.embed_tokens.weight is of.model.shared.weight
+    assert torch.equal(of.tokens(of.model.eval(), "greedy", 8), of.tokens(alone.eval(), "greedy", 8))
+
+
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(rope=True, kv_heads=1, slices=True)], ids=["index", "slices"])
 def test_plain_models_with_caches_in_buffers(sizes: Sizes) -> None:
     model = made(sizes)
