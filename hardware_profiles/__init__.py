@@ -6,6 +6,8 @@
 :mod:`.composed`      clusters of a few words (so many GPUs, so many to a machine); :mod:`.describing`: files of such
 :mod:`.software`      training software on a cluster, one record each; :mod:`.published_errors`: deviations of
                       predictions from published runs
+:mod:`.engines`       engines that serve models, one record each; :mod:`.small_rates`: rates of few rows, small
+                      messages
 :mod:`.usable_memory` memory of a device that a process can use
 :mod:`.profile_file`  files of measurements; :mod:`.measurements`: the same as values
 :mod:`.product_names` the device of a GPU's driver name

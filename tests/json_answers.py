@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.cli.schemas.loading import load_answer
-from autopar.planfile.parsing import parse
+from autopar.inference.plan_file import loads
+from autopar.planfile.parsing import is_serving, parse
 
 
 def held_to_its_schema(words: Sequence[str], text: str) -> Any:
     """The answer of a command, loaded by the strict loader; None without ``--json``.
 
-    The one answer without a schema is a plan file, which the strict reader of plan files takes.
+    The answers without a schema are plan files, which the strict readers of plan files take.
     """
     if "--json" not in words:
         return None
     document = json.loads(text)
+    if is_serving(document) and words[0] in ("plan", "show"):
+        return loads(text)
     if "schema" not in document and words[0] == "plan":
         return parse(text)
     return load_answer(text)

@@ -7,6 +7,7 @@
 :mod:`.price`     ``price``, the config of another trainer; :mod:`.export`: ``export``, a plan for another trainer
 :mod:`.check`     ``check``, the certificate; :mod:`.verify`: ``verify``, the numbers of one device
 :mod:`.show`      ``show`` and ``diff``; :mod:`.stages`: plans in stages as tables
+:mod:`.serving_plans`  plans for serving, which ``show`` and ``export`` take too
 :mod:`.report`    ``report``, a plan as one HTML page; :mod:`.report_layouts`: the layouts beside it
 :mod:`.memory`    ``memory``, what fills the devices of a plan
 :mod:`.explain`   ``explain``; :mod:`.explain_cut`: of the cut at which a stage begins

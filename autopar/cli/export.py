@@ -1,4 +1,4 @@
-"""``autopar export``: a plan as the files of another trainer."""
+"""``autopar export``: a plan as the files of another trainer, a serving plan as those of an engine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from autopar.cli.common import (
     show_seconds,
     spec_of,
 )
+from autopar.cli.serving_plans import serving_plan_in
 from hardware_profiles.strict import parse_json
 
 if TYPE_CHECKING:
+    from autopar.inference.records import ServingPlan
     from autopar.planfile import Document
     from autopar.planner.layouts.pricing import PricedLayout
     from autopar.targets.exporting import ExportCost, Exporter
@@ -39,7 +41,8 @@ RECORD = "autopar.json"
 
 def export(
     path: PlanPath,
-    to: Annotated[str, typer.Option("--to", help="The trainer: fsdp2, torchtitan, megatron, deepspeed, accelerate.")],
+    to: Annotated[str, typer.Option("--to", help="The trainer: fsdp2, torchtitan, megatron, deepspeed, accelerate; "
+                                            "for serving the engine: vllm, sglang, tensorrt-llm, dynamo.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write; it is made.")],
     model: ModelOption = None,
     trust: Trust = False,
@@ -51,13 +54,27 @@ def export(
     A plan made by autopar plan --for TRAINER is written as it is. Of any other plan the nearest layout that the trainer
     can express is written, and what it cannot express is listed with its cost in seconds and bytes.
 
+    A serving plan is written as the options of an engine. What the engine cannot run is one error; what it decides by
+    rules of its own is listed.
+
     Examples: autopar plan hf:llama/config.json --batch 128 --cluster dgx-h100-x8 --for megatron -o plan.json
 
     autopar export plan.json --to megatron -o run
+
+    autopar export serving.json --to vllm -o run
     """
+    if serving := serving_plan_in(path):
+        export_serving(serving, path, to, output, force=force, as_json=as_json)
+        return
     from autopar.targets import target_named
+    from autopar.targets.engines import engines
     from autopar.targets.starting import launchers
 
+    if to in engines():
+        raise UsageError(
+            f"--to is {to}, an engine that serves, and {path} is a plan for training; give a trainer, or a plan of "
+            "'autopar plan --mode inference'"
+        )
     target = target_named(to)
     _check_folder(output, force)
     document = open_plan(path)
@@ -72,6 +89,40 @@ def export(
         print_json({**parse_json(files[RECORD]), "folder": str(output), "files": sorted(files)}, "export")
         return
     print_lines(*_answer(output, made, written, cost))
+
+
+def export_serving(plan: ServingPlan, path: Path, to: str, output: Path, *, force: bool, as_json: bool) -> None:
+    """Write a serving plan as the files of an engine."""
+    from autopar.inference.plan_file import dumps
+    from autopar.planfile.parsing import cluster_named
+    from autopar.targets import targets
+    from autopar.targets.engines import engine_named
+    from autopar.targets.engines.serving_engine import deployment_of, export_to
+
+    if to in targets():
+        raise UsageError(
+            f"--to is {to}, a trainer, and {path} is a serving plan; give an engine, or a plan for training"
+        )
+    engine = engine_named(to)
+    _check_folder(output, force)
+    deployment = deployment_of(plan, cluster_named(plan.cluster, path.parent))
+    written = export_to(engine, deployment)
+    files = {**written.files, RECORD: dumps(plan)}
+    _write(output, files)
+    if as_json:
+        print_json({
+            "plan": path.name, "engine": to, "cluster": plan.cluster, "devices": plan.devices,
+            "first_token_seconds": plan.served.first_token_seconds, "token_seconds": plan.served.token_seconds,
+            "memory_bytes": max(worker.memory.total for worker in plan.workers), "start": list(written.start),
+            "fill_in": list(written.fill_in), "notes": list(written.notes), "folder": str(output),
+            "files": sorted(files),
+        }, "export-serving")  # fmt: skip
+        return
+    lines = [f"{output}: {plan.model} on {plan.devices} devices of {plan.cluster}, for {engine.title}"]
+    lines += [f"  {name}" for name in sorted(files)]
+    lines += [f"  note: {note}" for note in written.notes]
+    lines += [f"fill in: {what}" for what in written.fill_in]
+    print_lines(*lines, *(f"start it: {line}" for line in written.start))
 
 
 def _exporter(document: Document, path: Path, to: str, model: str | None, *, trust: bool) -> Exporter:

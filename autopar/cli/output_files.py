@@ -42,7 +42,8 @@ def _json_with(key: str) -> Callable[[str], object]:
     return re.compile(rf'\s*\{{.*"{key}"\s*:', re.DOTALL).match
 
 
-PLAN = OutputKind("a plan", _json_with("autopar_(?:plan|pipeline)"))
+PLAN = OutputKind("a plan", re.compile(r'\s*\{.*"(?:autopar_(?:plan|pipeline)"\s*:|kind"\s*:\s*"autopar-serving-plan")',
+                                       re.DOTALL).match)  # fmt: skip
 PROFILE = OutputKind("a profile", _json_with("autopar_profile"))
 SNAPSHOT = OutputKind("a snapshot of memory", re.compile("\x80.*device_traces", re.DOTALL).match, is_binary=True)
 PAGE = OutputKind("a page of autopar report", re.compile("<!doctype html>.*: an autopar plan</title>", re.DOTALL).match)

@@ -31,6 +31,7 @@ from autopar.cli.common import (
     what_if,
 )
 from autopar.cli.output_files import PROFILE
+from autopar.cli.serving_plans import serving_plan_in, show_serving
 from autopar.cli.stages import describe
 from autopar.errors import ModelError, PlanError
 from autopar.plans.memory_decisions import DECISIONS
@@ -68,8 +69,15 @@ def show(
     For a plan in several stages: the stages, their times and memory, and the schedule as a grid (see also autopar
     simulate); --stage shows one of them.
 
+    Of a serving plan (autopar plan --mode inference): its load, workers, predicted times and memory.
+
     Examples: autopar show plan.json; autopar show plan.json --trust; autopar show plan.json --model gpt.py:make --code
     """
+    if serving := serving_plan_in(path):
+        if code or every or stage is not None or model is not None:
+            raise UsageError(f"{path} is a serving plan, which has no --code, --stage, --all or --model; drop them")
+        show_serving(serving, as_json)
+        return
     document = open_plan(path)
     n = len(document.meshes)
     if stage is not None and not 0 <= stage < n:

@@ -2,6 +2,7 @@
 
 ================== ====================================================================================================
 :mod:`.records`    a plan for serving: load, workers with their layouts, predicted times, memory
+:mod:`.plan_file`  a plan for serving as the text of a file, and back
 ================== ====================================================================================================
 
 The model that generates, from ``parallelize(mode="inference")`` down:

@@ -37,6 +37,13 @@ STAGE_KEYS: dict[str, type] = {
     "price": dict, "solution": dict, "checksum": dict,
 }  # fmt: skip
 STAGE_REQUIRED = ("first", "mesh", "ops", "params", "outputs")
+SERVING_KIND = "autopar-serving-plan"
+"""The value of ``kind`` in a serving plan, which :mod:`autopar.inference.plan_file` reads."""
+
+
+def is_serving(raw: object) -> bool:
+    """Return whether the JSON of a file is that of a serving plan."""
+    return isinstance(raw, dict) and raw.get("kind") == SERVING_KIND
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,11 @@ def _raw(text: str, where: str) -> Section:
         raw = parse_json(text, twice)
     except Unreadable as error:
         raise PlanError(f"{where}: {error}") from error
+    if is_serving(raw):
+        raise PlanError(
+            f"{where}: a serving plan, and a plan for training is wanted here; 'autopar show' prints it and 'autopar "
+            "export' writes it for an engine"
+        )
     if not isinstance(raw, dict) or not ("autopar_plan" in raw or previous.is_one(raw)):
         raise PlanError(f"{where}: no plan file (it has no 'autopar_plan'); make one with 'autopar plan'")
     bad = FileErrors(where)

@@ -3,6 +3,7 @@
 ==================== ===================================================================================================
 :mod:`.target`       the record of a trainer, what it is given to write, and what reading one of its files gives
 :mod:`.trainers`     the records, a file or a folder each; adding a trainer adds one and touches nothing else
+:mod:`.engines`      engines that serve models, a folder each, and what serving plans become there
 :mod:`.space`        which words of a layout a trainer can say, and all layouts that it has for a model and a cluster
 :mod:`.search`       the fastest layouts of a trainer, and what the restriction to them costs
 :mod:`.restriction`  what the restriction to a trainer costs, and which of its choices costs it

@@ -49,6 +49,25 @@ class ExportAnswer:
     files: Annotated[list[str], "its files"]
 
 
+@answer("export-serving", "autopar export")
+@dataclass(frozen=True, kw_only=True)
+class ExportServingAnswer:
+    """A serving plan that was written for an engine; autopar.json in its folder is the plan itself."""
+
+    plan: Annotated[str, "name of the plan file"]
+    engine: Annotated[str, "the engine"]
+    cluster: Annotated[str, "the cluster"]
+    devices: Annotated[int, "devices that are used"]
+    first_token_seconds: Annotated[float, "predicted mean time to the first token"]
+    token_seconds: Annotated[float, "predicted mean time per output token after the first"]
+    memory_bytes: Annotated[float, "bytes on the fullest device"]
+    start: Annotated[list[str], "the commands that start it"]
+    fill_in: Annotated[list[str], "what you fill in: the checkpoint, addresses"]
+    notes: Annotated[list[str], "what the engine decides by rules of its own, and what to know"]
+    folder: Annotated[str, "the folder that was written"]
+    files: Annotated[list[str], "its files"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class HelpfulChange:
     """A change of a config that helps."""

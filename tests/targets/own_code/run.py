@@ -1,6 +1,6 @@
-"""Every trainer's own parser and validators on what autopar exports to it; README.md beside this file says how.
+"""Own parsers and validators of trainers and engines on what autopar exports; README.md beside this file says how.
 
-    python tests/targets/own_code/run.py [torchtitan megatron ...]
+    python tests/targets/own_code/run.py [torchtitan megatron vllm ...]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -21,6 +22,8 @@ EXPORTS = ROOT / "build" / "targets"
 def environment(folder: Path) -> Path:
     """Make the environment of a trainer, if it is not there as its requirements are now; return its Python."""
     wanted = (folder / "requirements.txt").read_bytes()
+    alone = folder / "alone.txt"
+    wanted += alone.read_bytes() if alone.exists() else b""
     version = (folder / "python").read_text().strip() if (folder / "python").exists() else ""
     home = ENVIRONMENTS / folder.name
     stamp = home / "made-from"
@@ -32,6 +35,8 @@ def environment(folder: Path) -> Path:
         subprocess.run([maker, "-m", "venv", "--clear", home], check=True)
         python = home / "bin" / "python"
         subprocess.run([python, "-m", "pip", "install", "-q", "-r", folder / "requirements.txt"], check=True)
+        if alone.exists():
+            subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "-r", alone], check=True)
         stamp.write_text(key)
     return home / "bin" / "python"
 
@@ -40,9 +45,11 @@ def check(folder: Path) -> bool:
     """Export a trainer's cases and let its own code read them; return whether it accepts all."""
     out = EXPORTS / folder.name
     shutil.rmtree(out, ignore_errors=True)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    exported = subprocess.run([sys.executable, HERE / "export_all.py", folder.name, out], env=env)
+    serves = "plans" in tomllib.loads((folder / "cases.toml").read_text())
+    exporter = "export_serving.py" if serves else "export_all.py"
+    exported = subprocess.run([sys.executable, HERE / exporter, folder.name, out], env=env)
     if exported.returncode:
         return False
     cases = sorted(path for path in out.iterdir() if path.is_dir())
