@@ -275,7 +275,12 @@ class EncoderModel(torch.nn.Module):
         above, _, name = self.path.rpartition(".")
         owner = module.get_submodule(above)
         owner.register_module(name, TakenOut())
-        self.taken = [(owner._modules, name, encoder), *_own_weights(encoder, module)]
+        self.taken: list[tuple[dict[str, Any], str, Any]] = [(owner._modules, name, encoder)]
+        try:
+            self.taken += _own_weights(encoder, module)
+        except CaptureError:
+            self.put_back()
+            raise
         place: torch.nn.Module = self
         for one in above.split("."):  # so that operators and parameters have the names that they have in the model
             place.add_module(one, torch.nn.Module())
@@ -317,8 +322,8 @@ def _own_weights(encoder: torch.nn.Module, rest: torch.nn.Module) -> list[tuple[
             if param is not None and id(param) in others:
                 if param.is_meta:
                     raise CaptureError(
-                        f"{key} of a {type(one).__name__} is of the encoder and of the decoder, which are spread apart, "
-                        "and on the meta device each would get values of its own: build the model on the CPU"
+                        f"{key} of a {type(one).__name__} is of the encoder and of the decoder, which are spread "
+                        "apart, and on the meta device each would get values of its own: build the model on the CPU"
                     )
                 before.append((one._parameters, key, param))
                 copies.setdefault(id(param), torch.nn.Parameter(param.detach().clone(), param.requires_grad))
