@@ -1,4 +1,4 @@
-# make test | test-all | test-versions | test-targets | lint | docs | demo | gpu | zoo | clean    Each sets up .venv first, when it is missing or out of date.
+# make test | test-all | test-versions | test-targets | lint | docs | demo | studies | gpu | zoo | clean    Each sets up .venv first, when it is missing or out of date.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 # Compiled files are kept, whatever the shell says: tests are many processes, and each would compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test test-all test-versions test-oldest test-targets lint docs demo gpu zoo clean
+.PHONY: setup test test-all test-versions test-oldest test-targets lint docs demo studies gpu zoo clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,13 @@ docs: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
+
+# Each script with a main() in examples/studies draws docs/studies/NAME.svg: at most fifteen minutes on two cores.
+studies: $(STAMP)
+	for study in $$(grep -l '^def main' examples/studies/*.py); do \
+	    echo "== $$study"; \
+	    $(BIN)/python $$study docs/studies/$$(basename $$study .py).svg || exit 1; \
+	done
 
 # The first hour on GPUs (docs/guides/gpus.md): checks and times as one table; says so where there is no GPU.
 gpu: $(STAMP)

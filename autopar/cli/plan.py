@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli import layouts, plan_for
+from autopar.cli import layouts, plan_for, plan_inference
 from autopar.cli.common import (
     MOST_LAYOUTS,
     Batch,
@@ -118,6 +118,8 @@ def plan(
 
     autopar plan gpt.py:make -c local-x4 --stages 2 --cut layers.1 --microbatches 8 -o plan.json
 
+    autopar plan hf:llama/config.json -c dgx-h100 --mode inference --isl 4000 --osl 500 --tpot 30ms --top 5
+
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
     from autopar.capture.microbatches import first_part
@@ -130,6 +132,12 @@ def plan(
     from autopar.rules.experts.expert_load import with_load
     from hardware_profiles import load_cluster
 
+    if plan_inference.requested(chosen):
+        others = {"--as": trainer, "--for": target, "--like-output": like_output, "--batch": batch, "--seq": seq,
+                  "--profile": profile}  # fmt: skip
+        plan_inference.run(model, cluster, chosen, others, like=list(like or ()), top=top, output=output, force=force,
+                           as_json=as_json)  # fmt: skip
+        return
     if cluster is None and profile is None:
         raise UsageError("give the cluster to plan for with --cluster (autopar clusters lists them), or a --profile")
     likes = list(like or ())
@@ -355,7 +363,7 @@ def _with_flags(command: Any) -> Any:
     return command
 
 
-plan = uncollected()(_with_flags(plan))  # an eighth of the time of a large plan, imports included
+plan = uncollected()(plan_inference.with_serving_flags(_with_flags(plan)))  # an eighth of the time of a large plan, imports included
 
 
 def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -> None:

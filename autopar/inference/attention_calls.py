@@ -7,12 +7,13 @@ once. Where keys and values of all heads are one product of a narrower tensor, t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from autopar.inference.known_values import value_of
+from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph, Node, Ref
 
@@ -74,7 +75,7 @@ def rule_kind(graph: Graph, node: Node) -> str:
     return rule.kind if rule is not None else ""
 
 
-def rules_by_number(graph: Graph) -> list:  # type: ignore[type-arg]
+def rules_by_number(graph: Graph) -> list[Rule | None]:
     """Return the rules of all nodes, remembered with the graph."""
     if "rules" not in graph.derived:
         graph.derived["rules"] = rules_of(graph)
@@ -89,7 +90,7 @@ def _is_product_of_activations(graph: Graph, i: int) -> bool:
     )  # fmt: skip
 
 
-def _back(graph: Graph, ref: Ref, wanted, most: int = 24) -> int | None:  # type: ignore[no-untyped-def]
+def _back(graph: Graph, ref: Ref, wanted: Callable[[Node], bool], most: int = 24) -> int | None:
     """Return the first wanted operator on the way back over first activations; None if a product comes first."""
     for _ in range(most):
         node = graph.nodes[ref.node]
@@ -110,7 +111,7 @@ def _added(graph: Graph, scores: int, softmax: int) -> Ref | None:
     """Return what operators between scores and softmax take beside the scores: the mask."""
     length = graph.nodes[scores].out.shape[-1]
     for i in range(scores + 1, softmax):
-        for ref in graph.nodes[i].refs:
+        for ref in graph.nodes[i].refs if graph.nodes[i].hot else ():
             spec = graph.nodes[ref.node].outs[ref.out]
             if spec is not None and not graph.nodes[ref.node].hot and spec.shape[-2:] == (length, length):
                 return ref
@@ -190,9 +191,16 @@ def seen_tokens(graph: Graph, call: AttentionCall, constants: Mapping[str, torch
     mask = value_of(graph, call.mask, constants)
     if mask is None:
         return True, None
-    taken = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
-    rows = taken.reshape(-1, *taken.shape[-2:])[0]
+    rows = _taken(mask).reshape(-1, *mask.shape[-2:])[0]
     if not bool(rows[0, 0]) and bool(rows[0, -1]):
         rows = ~rows  # what says which scores are left out
     first, last = int(rows[0].sum()), int(rows[-1].sum())
     return first <= 1, None if last >= rows.shape[-1] else last
+
+
+def _taken(mask: torch.Tensor) -> torch.Tensor:
+    """Return which scores a mask takes: of truth values, of ones and zeros, or of what is added to scores."""
+    if mask.dtype == torch.bool:
+        return mask
+    added = mask.is_floating_point() and bool((mask < 0).any())
+    return mask > torch.finfo(mask.dtype).min / 2 if added else mask != 0

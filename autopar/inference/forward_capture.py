@@ -66,12 +66,13 @@ def captured_forward(
         PlanError: the example has no prompt.
         CaptureError: the model cannot be traced.
     """
-    args, kwargs = without_labels(model, args, kwargs)
     sizes = _sizes(model)
     length = tokens or next((n for n in PRIMES if all(size % n for size in sizes)), PRIMES[0])
-    args, kwargs = one_request(args, kwargs, length)
     with _as_served(model):
-        captured, times = _captured(model, args, kwargs)
+        try:
+            captured, times = _captured(model, *one_request(*without_labels(model, args, kwargs), length))
+        except CaptureError:  # labels may be what a decoder reads
+            captured, times = _captured(model, *one_request(args, kwargs, length))
     return Forward(without_loss(captured.graph), length, times, _values(model, captured))
 
 
@@ -158,6 +159,20 @@ def _pruned(graph: Graph) -> Graph:
     moved: list[Node] = [graph.nodes[i].moved(lambda ref: Ref(at[ref.node], ref.out)) for i in kept]
     outputs = tuple(Ref(at[ref.node], ref.out) for ref in graph.outputs)
     return replace(graph, nodes=tuple(moved), outputs=outputs, updates={})
+
+
+def most_positions(forward: Forward) -> int | None:
+    """Return the rows of the smallest table of positions, which are numbers that do not depend on the prompt.
+
+    None for a model that computes positions, as rotary embeddings do.
+    """
+    graph, found = forward.graph, []
+    for _, node in graph.of_kind("op"):
+        if node.target.startswith("aten.embedding.") and len(node.refs) == 2:
+            table, numbers = node.refs
+            if numbers.node not in graph.from_inputs and graph.spec(numbers).shape[-1:] == (forward.tokens,):
+                found.append(graph.spec(table).shape[0])
+    return min(found, default=None)
 
 
 def _values(model: torch.nn.Module, captured: Captured) -> dict[str, torch.Tensor]:

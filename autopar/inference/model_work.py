@@ -124,6 +124,33 @@ class WorkFinder:
                     todo += [ref.node for ref in self.graph.nodes[i].refs]
         return frozenset(found)
 
+    @cached_property
+    def after_experts(self) -> frozenset[int]:
+        """Operators between experts and the next products."""
+        found = set(self.experts)
+        for i, node in self.graph.of_kind("op"):
+            rule = self.rules[i]
+            if rule is not None and rule.kind not in ("matmul", "conv", "attention"):
+                found |= {i} if any(ref.node in found for ref in node.refs) else set()
+        return frozenset(found)
+
+    def chained(self, product: Product) -> bool:
+        """Return whether a product takes what is computed element by element of products of the same rows."""
+        sources: set[int] = set()  # what these take: a residual is the sum of products of different rows
+        todo, seen, makers = [product.source], set[int](), {p.node: p.source for p in self.products}
+        while todo:
+            i = todo.pop()
+            if i in makers:
+                sources.add(makers[i])
+                continue
+            rule = self.rules[i]
+            if rule is None or rule.kind not in ("none", "pointwise"):
+                return False  # a norm, attention, an embedding
+            before = {ref.node for ref in self.graph.nodes[i].refs if ref.node in self.graph.from_inputs} - seen
+            todo += before
+            seen |= before
+        return len(sources) == 1
+
     def _products(self) -> Iterator[Product]:
         graph = self.graph
         last = _only_to_outputs(graph, self.rules)
@@ -316,12 +343,16 @@ class _Local:
             whole = spec.n_elements * item_bytes / (self.tokens if of_tokens else 1)
             if combines:  # engines add up what the experts of a token give before they exchange it
                 whole = spec.shape[-1] * item_bytes
+            times = self._times(node.module)
+            if combines:
+                yield node.module, StepExchange("all_reduce", whole, self.mesh.n_devices, 1, times, rows), True
+                continue
+            if ref.node in self.finder.after_experts:
+                continue  # the rest of the way of their sum, which engines exchange once
             for kind, axes in kinds.items():
-                kind = "all_reduce" if combines else kind
                 group = prod(self.mesh[axis][1] for axis in axes)
                 stride = prod(size for _, size in self.mesh[max(axes) + 1 :])
-                times = self._times(node.module)
-                yield node.module, StepExchange(kind, whole, group, stride, times, rows), combines
+                yield node.module, StepExchange(kind, whole, group, stride, times, rows), False
 
     def _combines(self, ref: Ref) -> bool:
         """Return whether a pending sum has results of experts in it."""

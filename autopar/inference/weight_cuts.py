@@ -3,7 +3,8 @@
 A step of an engine reads all weights for few tokens, so the cheapest cut divides the weights, and exchanges rows. So
 that this holds for small models too, the program is solved for a memory that takes at least :data:`BLOCK_SECONDS`
 for the dense weights of a block. What the graph of one call does not show is pinned: attention is cut by its
-heads, because the cache is, and so is the product that takes its result; experts are cut by their number, where that
+heads, because the cache is; a product that takes the result of attention, or of other products element by element, is
+cut along what it sums over, so that rows are exchanged once; experts are cut by their number, where that
 divides: a layout says where they are.
 """
 
@@ -44,8 +45,9 @@ def weight_cuts(finder: WorkFinder, cluster: Cluster, tensor: int, kv_heads: int
     if tensor > 1:
         for call in finder.calls:
             pins[finder.graph.nodes[call.node].name] = _by_heads(finder, call.node, mesh)
-            for product in finder.after(call):
-                pins[finder.graph.nodes[product.node].name] = dict.fromkeys(mesh.names, _summed(finder, product))
+        ends = [product for call in finder.calls for product in finder.after(call)]
+        for product in [*ends, *filter(finder.chained, finder.products)]:
+            pins[finder.graph.nodes[product.node].name] = dict.fromkeys(mesh.names, _summed(finder, product))
         for i in finder.experts:
             pins[finder.graph.nodes[i].name] = _of_experts(finder, i, mesh)
     options = Options(constraints={name: pin for name, pin in pins.items() if pin} or None)

@@ -8,6 +8,7 @@
 :mod:`.planning`          ``plan``, ``fits``
 :mod:`.plans`             ``show``, ``explain``, ``check``, ``memory``, ``diff``; :mod:`.stages`: ``simulate``
 :mod:`.models`            ``inspect``; :mod:`.running`: ``run``, ``verify``, ``profile``
+:mod:`.serving`           ``plan --mode inference``
 :mod:`.trainers`          ``export``, ``price``, ``launch``; :mod:`.resharding`: ``reshard``
 :mod:`.hardware`          ``devices``, ``clusters``, ``clusters new``
 ========================= =============================================================================================
@@ -23,6 +24,7 @@ from autopar.cli.schemas import planning as planning
 from autopar.cli.schemas import plans as plans
 from autopar.cli.schemas import resharding as resharding
 from autopar.cli.schemas import running as running
+from autopar.cli.schemas import serving as serving
 from autopar.cli.schemas import stages as stages
 from autopar.cli.schemas import trainers as trainers
 from autopar.cli.schemas.registry import ANSWERS as ANSWERS
