@@ -89,16 +89,10 @@ class SeenCache(Cache):
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=SeenLayer)
 
-    def __getattr__(self, name: str) -> Any:
-        raise CaptureError(
-            f"the model asks its cache for '{name}', which is not of a cache of keys and values: caches of recurrent "
-            "states, and of models with a cache class of their own, cannot be kept in buffers; generate with it on "
-            "one device"
-        )
-
     def of_layers(self) -> dict[int, LayerShape]:
         """Return the shapes of the layers that wrote."""
-        return {i: layer.seen for i, layer in enumerate(self.layers) if layer.seen is not None}
+        layers: list[Any] = self.layers
+        return {i: layer.seen for i, layer in enumerate(layers) if layer.seen is not None}
 
 
 class PlacedLayer(StaticLayer):
@@ -374,6 +368,14 @@ def shapes_of(model: Any, rows: int, length: int, source: Mapping[str, torch.Ten
                 both = EncoderDecoderCache(own, of_source)
                 both.is_updated = dict.fromkeys(range(10**4), False)
                 model(decoder_input_ids=token, encoder_outputs=states, past_key_values=both, use_cache=True)
+    except AttributeError as error:
+        if not isinstance(error.obj, SeenCache | SeenLayer):
+            raise
+        raise CaptureError(
+            f"{type(model).__name__} asks its cache for '{error.name}', which one of keys and values has not: "
+            "recurrent states, and caches of a class of the model's own, cannot be kept in buffers; generate with it "
+            "on one device"
+        ) from error
     finally:
         model.train(training)
     layers = own.of_layers()
