@@ -368,13 +368,11 @@ def shapes_of(model: Any, rows: int, length: int, source: Mapping[str, torch.Ten
                 both = EncoderDecoderCache(own, of_source)
                 both.is_updated = dict.fromkeys(range(10**4), False)
                 model(decoder_input_ids=token, encoder_outputs=states, past_key_values=both, use_cache=True)
-    except AttributeError as error:
-        if not isinstance(error.obj, SeenCache | SeenLayer):
-            raise
+    except Exception as error:
         raise CaptureError(
-            f"{type(model).__name__} asks its cache for '{error.name}', which one of keys and values has not: "
-            "recurrent states, and caches of a class of the model's own, cannot be kept in buffers; generate with it "
-            "on one device"
+            f"one token of {type(model).__name__} with a cache of keys and values failed ({type(error).__name__}: "
+            f"{error}): recurrent states, and caches of a class of the model's own, cannot be kept in buffers; "
+            "generate with it on one device"
         ) from error
     finally:
         model.train(training)
