@@ -13,7 +13,9 @@ from generating_models import (
     HOWS,
     LENGTH,
     MODELS,
+    OF_DECODER,
     ROWS,
+    SMALL,
     VOCABULARY,
     Generating,
     HandedCaches,
@@ -156,6 +158,11 @@ def test_models_without_keys_and_values_are_refused() -> None:
     config = transformers.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(CaptureError, match="cannot be kept in buffers; generate with it on one device"):
         made_ready(transformers.MambaForCausalLM(config), torch.zeros(2, 4, dtype=torch.long), None, 32)
+    sizes = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "shared_expert_intermediate_size": 16}
+    sizes |= {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8, "num_hidden_layers": 4}
+    mixed = transformers.Qwen3NextConfig(**{**SMALL, **OF_DECODER, **sizes})
+    with pytest.raises(CaptureError, match="one token of Qwen3NextForCausalLM with a cache of keys and values failed"):
+        made_ready(transformers.Qwen3NextForCausalLM(mixed), torch.zeros(2, 4, dtype=torch.long), None, 32)
     flex = gpt2()
     flex.model.config._attn_implementation = "flex_attention"
     with pytest.raises(CaptureError, match="'flex_attention', and its programs have masks that 'sdpa' and 'eager'"):
