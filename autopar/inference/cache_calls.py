@@ -61,8 +61,8 @@ class CacheCalls:
         """Empty the caches for a new holder: the one whose tokens are in them."""
         self.holder = holder
         with torch.no_grad():
-            for name in self.cache_names:
-                getattr(self.module, name).zero_()
+            for cache in caches_here(self.module, self.cache_names):
+                cache.zero_()
 
     def check_holder(self, holder: object) -> None:
         """Refuse a call on caches that have been given to another one since.
@@ -176,8 +176,7 @@ class CacheCalls:
         self.check_rows(len(rows))
         every = torch.cat([rows, torch.arange(len(rows), self.rows, device=rows.device)])
         with torch.no_grad():
-            for name in self.cache_names:
-                cache = getattr(self.module, name)
+            for cache in caches_here(self.module, self.cache_names):
                 if isinstance(cache, DTensor):
                     _permute_parts(cache, every)
                 else:
@@ -192,6 +191,12 @@ class CacheCalls:
         more = self.rows - tensor.shape[0]
         filled = torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])]) if more > 0 else tensor
         return filled.contiguous()
+
+
+def caches_here(module: torch.nn.Module, names: tuple[str, ...]) -> list[torch.Tensor]:
+    """Return the caches of these names that this rank has: in a pipeline those of its stages."""
+    buffers = dict(module.named_buffers())
+    return [buffers[name] for name in names if name in buffers]
 
 
 def _permute_parts(cache: DTensor, rows: torch.Tensor) -> None:

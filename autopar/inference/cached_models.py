@@ -89,16 +89,10 @@ class SeenCache(Cache):
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=SeenLayer)
 
-    def __getattr__(self, name: str) -> Any:
-        raise CaptureError(
-            f"the model asks its cache for '{name}', which is not of a cache of keys and values: caches of recurrent "
-            "states, and of models with a cache class of their own, cannot be kept in buffers; generate with it on "
-            "one device"
-        )
-
     def of_layers(self) -> dict[int, LayerShape]:
         """Return the shapes of the layers that wrote."""
-        return {i: layer.seen for i, layer in enumerate(self.layers) if layer.seen is not None}
+        layers: list[Any] = self.layers
+        return {i: layer.seen for i, layer in enumerate(layers) if layer.seen is not None}
 
 
 class PlacedLayer(StaticLayer):
@@ -275,7 +269,12 @@ class EncoderModel(torch.nn.Module):
         above, _, name = self.path.rpartition(".")
         owner = module.get_submodule(above)
         owner.register_module(name, TakenOut())
-        self.taken = [(owner._modules, name, encoder), *_own_weights(encoder, module)]
+        self.taken: list[tuple[dict[str, Any], str, Any]] = [(owner._modules, name, encoder)]
+        try:
+            self.taken += _own_weights(encoder, module)
+        except CaptureError:
+            self.put_back()
+            raise
         place: torch.nn.Module = self
         for one in above.split("."):  # so that operators and parameters have the names that they have in the model
             place.add_module(one, torch.nn.Module())
@@ -304,13 +303,22 @@ class TakenOut(torch.nn.Module):
 
 
 def _own_weights(encoder: torch.nn.Module, rest: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Copy the weights of an encoder that the rest reads, too; return what they were, and where."""
+    """Copy the weights of an encoder that the rest reads, too; return what they were, and where.
+
+    Raises:
+        CaptureError: they have no values yet, and would get different ones.
+    """
     others = {id(param) for param in rest.parameters()}
     copies: dict[int, torch.nn.Parameter] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
     for one in encoder.modules():
         for key, param in one._parameters.items():
             if param is not None and id(param) in others:
+                if param.is_meta:
+                    raise CaptureError(
+                        f"{key} of a {type(one).__name__} is of the encoder and of the decoder, which are spread "
+                        "apart, and on the meta device each would get values of its own: build the model on the CPU"
+                    )
                 before.append((one._parameters, key, param))
                 copies.setdefault(id(param), torch.nn.Parameter(param.detach().clone(), param.requires_grad))
                 one._parameters[key] = copies[id(param)]
@@ -360,6 +368,12 @@ def shapes_of(model: Any, rows: int, length: int, source: Mapping[str, torch.Ten
                 both = EncoderDecoderCache(own, of_source)
                 both.is_updated = dict.fromkeys(range(10**4), False)
                 model(decoder_input_ids=token, encoder_outputs=states, past_key_values=both, use_cache=True)
+    except Exception as error:
+        raise CaptureError(
+            f"one token of {type(model).__name__} with a cache of keys and values failed ({type(error).__name__}: "
+            f"{error}): recurrent states, and caches of a class of the model's own, cannot be kept in buffers; "
+            "generate with it on one device"
+        ) from error
     finally:
         model.train(training)
     layers = own.of_layers()

@@ -142,6 +142,9 @@ class EncoderCalls:
 class Generates(GenerationMixin):
     """What a model has in place of its own: a forward for ``generate``, and caches that are buffers of a module."""
 
+    config: Any  # as the model's, which this is a base of
+    device: torch.device
+    dtype: torch.dtype
     calls: CacheCalls
     shapes: CacheShapes
     encoder_calls: EncoderCalls | None
@@ -162,11 +165,13 @@ class Generates(GenerationMixin):
         if not kwargs.get("disable_compile", True):
             raise RunError("disable_compile=False: programs are compiled by parallelize(compile=True); leave it out")
         draw_alike(self.device)
-        return super().generate(*args, **kwargs, disable_compile=True)
+        of_model: Any = super()
+        return of_model.generate(*args, **kwargs, disable_compile=True)
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """Return what runs the encoder."""
-        return self.encoder_calls if self.encoder_calls is not None else super().get_encoder(*args, **kwargs)
+        of_model: Any = super()
+        return self.encoder_calls if self.encoder_calls is not None else of_model.get_encoder(*args, **kwargs)
 
     @property
     def plan(self) -> Plan:
@@ -184,7 +189,7 @@ class Generates(GenerationMixin):
         both.is_updated = dict.fromkeys(range(len(self.sliding)), False)
         return both
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
         max_cache_length: int, *_: Any,
     ) -> None:  # fmt: skip
@@ -335,7 +340,7 @@ def sliding_layers(config: Any, layers: int) -> list[bool]:
 
 
 def generating(
-    model: Any, kind: type, module: Any, shapes: CacheShapes, cache_names: tuple[str, ...],
+    model: Any, kind: Any, module: Any, shapes: CacheShapes, cache_names: tuple[str, ...],
     encoder: Any = None, source: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
     """Return an object of the model's class whose ``generate`` runs a module's programs.
@@ -354,7 +359,7 @@ def generating(
 
     names = tuple(inspect.signature(kind.forward).parameters)[1:]
     own = type(kind.__name__, (Generates, kind), {"forward": functools.wraps(kind.forward)(forward)})
-    shown = object.__new__(own)
+    shown: Any = object.__new__(own)
     shown.__dict__.update(vars(model))
     reads = "position_ids" if source is None else "decoder_position_ids"
     calls = CacheCalls(module, shapes.rows, shapes.length, cache_names, reads in names, encoder)

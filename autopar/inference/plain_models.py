@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autopar.errors import CaptureError, RunError, first_few
-from autopar.inference.cache_calls import draw_alike
+from autopar.inference.cache_calls import caches_here, draw_alike
 from autopar.torch_private import pytree
 
 
@@ -151,8 +151,8 @@ class TokenLoop:
         """
         rows, prompt = input_ids.shape
         self._check(rows, prompt, prompt + max_new_tokens)
-        for name in self.cache_names:
-            self.module.get_buffer(name).zero_()
+        for cache in caches_here(self.module, self.cache_names):
+            cache.zero_()
         draw_alike(input_ids.device)
         tokens, ended = input_ids, torch.zeros(rows, dtype=torch.bool, device=input_ids.device)
         logits = self._prompt(input_ids)

@@ -69,6 +69,21 @@ def plain_tokens(stages: int | None) -> list[bool]:
     return same
 
 
+def without_values() -> bool:
+    """Generate with a model from the meta device, and with one on one device that has its values."""
+    of = MODELS["gpt2"]()
+    kind, config = type(of.model), of.model.config
+    with torch.device("meta"):
+        model = kind(config)
+    model = autopar.parallelize(
+        model, dist.get_world_size(), of.example, mode="inference", cache_length=LENGTH, stages=1
+    )  # fmt: skip
+    state = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in model.state_dict().items()}
+    alone = kind(config).eval()
+    alone.load_state_dict(state, strict=False)
+    return torch.equal(of.tokens(model, "greedy", COUNT), of.tokens(alone, "greedy", COUNT))
+
+
 def refused() -> list[str]:
     """Return what is said of calls that the ranks' caches cannot hold, and whether the next call is right."""
     of = MODELS["gpt2"]()

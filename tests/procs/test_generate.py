@@ -28,11 +28,13 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "whisper stages": ("tokens", "whisper", None, None, 2, *DRAWN),
     "plain": ("plain_tokens", None),
     "plain stages": ("plain_tokens", 2),
+    "without values": ("without_values",),
     "refused": ("refused",),
     "batching": ("batching", str(EXAMPLE)),
 }  # fmt: skip
 SLOW = {
     "llama heads", "windows heads", "whisper heads", "llama stages", "mixture stages", "t5 stages", "plain stages",
+    "without values",
 }  # fmt: skip
 HEADS_HERE = {"gpt2": 2, "llama": 1, "mixture": 1, "windows": 1, "t5": 2, "whisper": 2}
 """Heads of keys of a rank, where two share them."""
@@ -58,6 +60,11 @@ def test_tokens_are_those_of_one_device(found: list[dict[str, Any]], case: str) 
 @pytest.mark.parametrize("case", marked(["plain", "plain stages"], SLOW))
 def test_plain_models_generate(found: list[dict[str, Any]], case: str) -> None:
     assert all(all(rank[case]) for rank in found)
+
+
+@pytest.mark.parametrize("case", marked(["without values"], SLOW))
+def test_a_model_from_the_meta_device_generates(found: list[dict[str, Any]], case: str) -> None:
+    assert all(rank[case] for rank in found)
 
 
 def test_what_caches_cannot_hold_is_refused_on_all_ranks(found: list[dict[str, Any]]) -> None:

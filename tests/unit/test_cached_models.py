@@ -13,7 +13,9 @@ from generating_models import (
     HOWS,
     LENGTH,
     MODELS,
+    OF_DECODER,
     ROWS,
+    SMALL,
     VOCABULARY,
     Generating,
     HandedCaches,
@@ -156,10 +158,34 @@ def test_models_without_keys_and_values_are_refused() -> None:
     config = transformers.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(CaptureError, match="cannot be kept in buffers; generate with it on one device"):
         made_ready(transformers.MambaForCausalLM(config), torch.zeros(2, 4, dtype=torch.long), None, 32)
+    sizes = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "shared_expert_intermediate_size": 16}
+    sizes |= {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8, "num_hidden_layers": 4}
+    mixed = transformers.Qwen3NextConfig(**{**SMALL, **OF_DECODER, **sizes})
+    with pytest.raises(CaptureError, match="one token of Qwen3NextForCausalLM with a cache of keys and values failed"):
+        made_ready(transformers.Qwen3NextForCausalLM(mixed), torch.zeros(2, 4, dtype=torch.long), None, 32)
     flex = gpt2()
     flex.model.config._attn_implementation = "flex_attention"
     with pytest.raises(CaptureError, match="'flex_attention', and its programs have masks that 'sdpa' and 'eager'"):
         made_ready(flex.model, flex.example, None, 32)
+
+
+def test_an_encoder_that_shares_weights_needs_their_values() -> None:
+    of = t5()
+    with torch.device("meta"):
+        model = type(of.model)(of.model.config)
+    with pytest.raises(CaptureError, match="on the meta device each would get values of its own"):
+        made_ready(model, of.example, None, 32)
+
+
+def test_an_encoder_is_put_back() -> None:
+    of = t5()
+    alone = copy.deepcopy(of.model)
+    found = made_ready(of.model, of.example, None, LENGTH)
+    assert found is not None and found.encoder is not None
+    assert not [*of.model.encoder.parameters()]
+    found.encoder[0].put_back()
+    assert of.model.encoder.embed_tokens.weight is of.model.shared.weight
+    assert torch.equal(of.tokens(of.model.eval(), "greedy", 8), of.tokens(alone.eval(), "greedy", 8))
 
 
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(rope=True, kv_heads=1, slices=True)], ids=["index", "slices"])
