@@ -397,6 +397,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
         ClusterError, MeshError, PlanError, AutoparError: an argument names what there is not, or cannot be.
     """
     given = dict(locals())
+    arguments.check(mode=mode, example_kwargs=example_kwargs)
     ready = made_ready(model, example_inputs, example_kwargs, cache_length) if mode == INFERENCE else None
     encoder = None
     if ready is not None:
