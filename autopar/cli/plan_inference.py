@@ -68,7 +68,8 @@ def with_serving_flags(command: Any) -> Any:
     mode = Annotated[str, typer.Option("--mode", help="training, or inference: a deployment that serves requests.")]
     added = [inspect.Parameter("mode", inspect.Parameter.KEYWORD_ONLY, default=MODES[0], annotation=mode)]
     for flag in FLAGS:
-        annotation = Annotated[flag.kind | None, typer.Option(f"--{flag.name}", help=flag.help)]  # type: ignore[valid-type]
+        given: Any = flag.kind | None
+        annotation = Annotated[given, typer.Option(f"--{flag.name}", help=flag.help)]
         kind = inspect.Parameter.KEYWORD_ONLY
         added.append(inspect.Parameter(flag.parameter, kind, default=None, annotation=annotation))
     command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])

@@ -190,7 +190,7 @@ def _as_served(model: torch.nn.Module) -> Iterator[None]:
     """Put a model into eval mode without gradients or a cache of its own in this scope."""
     training = {m: m.training for m in model.modules()}
     wanting = [p for p in model.parameters() if p.requires_grad]
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     caches = getattr(config, "use_cache", None)
     try:
         model.eval()

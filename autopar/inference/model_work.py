@@ -259,7 +259,7 @@ class _Local:
 
     def _products(self) -> list[tuple[bool, MatrixProduct]]:
         """Return products with ``True`` for those in blocks; those of the same rows are one where the engine merges."""
-        together: dict[object, MatrixProduct] = {}
+        together: dict[tuple[bool, object], MatrixProduct] = {}
         counts: Counter[tuple[bool, MatrixProduct]] = Counter()
         for product in self.finder.products:
             node, rule = self.graph.nodes[product.node], self.finder.rules[product.node]
@@ -273,7 +273,7 @@ class _Local:
             key = product.node if alone else (product.source, k, made.weights, made.rows, made.count)
             before = together.get((_in_block(node.module), key))
             together[_in_block(node.module), key] = made if before is None else replace(made, n=before.n + n)
-        for (inside, _), made in together.items():  # type: ignore[misc]
+        for (inside, _), made in together.items():
             counts[inside, replace(made, count=1)] += made.count
         return [(inside, replace(made, count=count)) for (inside, made), count in counts.items()]
 

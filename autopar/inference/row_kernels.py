@@ -37,7 +37,7 @@ def row_kernels(graph: Graph, tokens: int) -> list[RowKernel]:
     given = {ref.node for ref in graph.outputs if isinstance(ref, Ref)}
     for nodes in members.values():
         inside = set(nodes)
-        if all(rules[i].kind == "none" for i in nodes):
+        if all((rule := rules[i]) is None or rule.kind == "none" for i in nodes):
             continue
         reads = [
             ref for i in nodes for ref in graph.nodes[i].refs
