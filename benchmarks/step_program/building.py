@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx
-from adjoints import Adjoint, adjoint_of, is_opaque, opaque_backward, run_opaque
+from adjoints import BRANCH, VIEWS, Adjoint, adjoint_of, is_opaque, opaque_backward, run_opaque
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -25,6 +25,7 @@ from autopar.lower.program import Program, Slot
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again
 from autopar.plans.plan import StagePlan
+from autopar.rules.families.branch import branch
 from autopar.rules.lowering_helpers.local_shard import length_of
 from autopar.words.placements import path
 from autopar.words.shards import local_shape
@@ -53,6 +54,7 @@ class Call:
     asked: list[bool]
     env: dict[torch.fx.Node, torch.fx.Node]
     tape: torch.fx.Node | None = None
+    branches: bool = False
 
 
 @dataclass
@@ -100,6 +102,8 @@ class Builder:
         self.values: dict[torch.fx.Node, Any] = {}
         self.late = False
         self.of = ""
+        self.guard: tuple[torch.fx.Node, ...] = ()  # what is emitted runs only if one of these has come
+        self.may_lack: set[torch.fx.Node] = set()  # gradients that do not come where a branch goes the other way
 
     def build(self) -> Step:
         """Return the step; the ambient mesh is that of the program."""
@@ -123,7 +127,7 @@ class Builder:
 
     def _emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, val: Any = None) -> Any:
         node = self.graph.call_function(target, args, kwargs or {})
-        node.meta.update(val=val, late=self.late, of=self.of)
+        node.meta.update(val=val, late=self.late, of=self.of, guard=self.guard)
         return node
 
     def _given(self, k: int, node: torch.fx.Node, slot: Slot) -> None:
@@ -209,7 +213,7 @@ class Builder:
         ]
         if adjoint.opaque:
             self.step.opaque.append(name)
-        self.calls.append(Call(name, adjoint, leaves, values, [v.wants for v in values], env, tape))
+        self.calls.append(Call(name, adjoint, leaves, values, [v.wants for v in values], env, tape, target in (BRANCH, branch)))
         each = iter(values)
         whole = [next(each) if isinstance(x, torch.Tensor) else x for x in adjoint.metas]
         return pytree.tree_unflatten(whole, adjoint.spec)
@@ -267,8 +271,13 @@ class Builder:
         grads: dict[Value, torch.fx.Node] = {}
 
         def add(value: Value, grad: torch.fx.Node) -> None:
-            if value in grads:
-                grad = self._emit(aten.add.Tensor, (grads[value], grad), val=value.fake)
+            before = grads.get(value)
+            if before is not None:
+                may_lack = {before, grad} & self.may_lack
+                total = self._emit(sum_of if may_lack else aten.add.Tensor, (before, grad), val=value.fake)
+                if len(may_lack) == 2:
+                    self.may_lack.add(total)
+                grad = total
             grads[value] = grad
 
         for k in self.roots:
@@ -285,13 +294,16 @@ class Builder:
             value = getattr(self, f"_slot{k}")
             if value in grads:
                 grad = grads[value]
-                alike = grad.op == "placeholder" or grad in used or _looks_at(grad)
+                alike = grad.op == "placeholder" or grad in used or grad.target in VIEWS
+                if grad in self.may_lack:
+                    self.guard = (grad,)
                 used.add(grad)
                 self.of = self.program.slots[k].name
                 if alike:
                     grad = self._emit(
                         aten.clone.default, (grad,), {"memory_format": torch.contiguous_format}, val=value.fake
                     )
+                self.guard = ()
                 self.step.grads[k] = grad
 
     def _back(self, call: Call, grads: dict[Value, torch.fx.Node], add: Callable[..., None]) -> None:
@@ -300,28 +312,45 @@ class Builder:
             return
         self.of = call.name
         adjoint = call.adjoint
+        there = [grads[x] for x in asked if x in grads]
+        lacking = tuple(there) if all(x in self.may_lack for x in there) else ()
         if adjoint.opaque:
             given = [grads.pop(x, None) for x in call.outs]
             got = self._emit(opaque_backward, (call.tape, *given))
             for k, leaf in enumerate(call.leaves):
                 if leaf.wants:
-                    add(leaf, self._emit(operator.getitem, (got, k), val=leaf.fake))
+                    grad = self._emit(operator.getitem, (got, k), val=leaf.fake)
+                    if lacking or call.branches:
+                        self.may_lack.add(grad)
+                    add(leaf, grad)
             return
+        self.guard = lacking
         arriving = []
         for x in asked:
             grad = grads.pop(x, None)
-            arriving.append(grad if grad is not None else self._emit(aten.zeros_like.default, (x.node,), val=x.fake))
+            if grad is None:
+                grad = self._emit(aten.zeros_like.default, (x.node,), val=x.fake)
+            elif grad in self.may_lack and len(asked) > 1:
+                grad = self._emit(filled, (grad, x.node), val=x.fake)
+            arriving.append(grad)
         call.env.update(zip(adjoint.arriving, arriving, strict=True))
         self._inline(adjoint.backward, call.env)
+        self.guard = ()
         for leaf, grad in zip(call.leaves, adjoint.grads, strict=True):
             if grad is not None and leaf.wants:
+                if lacking:
+                    self.may_lack.add(call.env[grad])
                 add(leaf, call.env[grad])
 
 
-def _looks_at(node: torch.fx.Node) -> bool:
-    from adjoints import VIEWS
+def sum_of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Add two gradients of which one may not have come."""
+    return b if a is None else a if b is None else a + b
 
-    return node.target in VIEWS
+
+def filled(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Return a gradient, or zeros where none came."""
+    return torch.zeros_like(like) if grad is None else grad
 
 
 def parts(nodes: Sequence[torch.fx.Node]) -> Iterator[torch.fx.Node]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.fx
 from building import Step
+from passes import overlapped
 
 Function = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -58,7 +59,7 @@ def generated(
     nodes = list(nodes)
     last: dict[torch.fx.Node, int] = {}
     for i, node in enumerate(nodes):
-        for x in node.all_input_nodes:
+        for x in (*node.all_input_nodes, *node.meta.get("guard", ())):
             last[x] = i
     kept = {x for x in results if isinstance(x, torch.fx.Node)}
     ends: dict[int, list[torch.fx.Node]] = {}
@@ -106,8 +107,23 @@ def generated(
     unread = [names[x] for x in given if x not in last and x not in kept]
     if unread:
         lines.append(f"    del {', '.join(unread)}")
+    guard: tuple[torch.fx.Node, ...] = ()
+    after: list[str] = []  # freed behind a block that may not run
     for i, node in enumerate(nodes):
         names[node] = f"x{i}"
+        now = node.meta.get("guard", ())
+        if now != guard:
+            if guard and after:
+                lines.append(f"    del {', '.join(after)}")
+            guard, after = now, []
+            if guard:
+                inside = [f"x{i}"]
+                for k in range(i + 1, len(nodes)):
+                    if nodes[k].meta.get("guard", ()) != guard:
+                        break
+                    inside.append(f"x{k}")
+                lines.append(f"    {' = '.join(inside)} = None")
+                lines.append(f"    if {' or '.join(f'{names[x]} is not None' for x in guard)}:")
         if getattr(node.target, "__name__", "") == "getitem":
             line = f"    {names[node]} = {names[node.args[0]]}[{node.args[1]!r}]"
         else:
@@ -116,7 +132,13 @@ def generated(
         freed = [names[x] for x in ends.get(i, ())]
         if node not in last and node not in kept:
             freed.append(names[node])
-        lines.append(line + (f"; del {', '.join(freed)}" if freed else ""))
+        if guard:
+            after.extend(freed)
+            lines.append("    " + line)
+        else:
+            lines.append(line + (f"; del {', '.join(freed)}" if freed else ""))
+    if guard and after:
+        lines.append(f"    del {', '.join(after)}")
     lines.append(f"    return ({''.join(constant(x) + ', ' for x in results)})")
     text = "\n".join(lines) + "\n"
     exec(compile(text, f"<{name}>", "exec"), space)  # noqa: S102  (text made above, of the step's own nodes)
@@ -137,7 +159,8 @@ class Functions:
         nodes = [n for n in step.graph.nodes if n.op == "call_function"]
         needed = _needed([*step.grads.values(), *(x for x in step.results if isinstance(x, torch.fx.Node))])
         early = [n for n in nodes if not n.meta["late"] and (n in needed or n.target.__class__ is not torch._ops.OpOverload)]
-        late = [n for n in nodes if n.meta["late"] and n in needed]
+        late = overlapped([n for n in nodes if n.meta["late"] and n in needed])
+        early = overlapped(early)
         self.roots = list(step.roots)
         self.slots = list(step.grads)
         arriving = list(step.roots.values())
@@ -174,12 +197,12 @@ def _needed(ends: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
         node = todo.pop()
         if node not in needed:
             needed.add(node)
-            todo.extend(node.all_input_nodes)
+            todo.extend((*node.all_input_nodes, *node.meta.get("guard", ())))
     return needed
 
 
 def _read_of(nodes: Iterable[torch.fx.Node], ends: Iterable[Any], before: set[torch.fx.Node]) -> list[torch.fx.Node]:
-    read = dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x in before)
+    read = dict.fromkeys(x for n in nodes for x in (*n.all_input_nodes, *n.meta.get("guard", ())) if x in before)
     read.update(dict.fromkeys(x for x in ends if x in before))
     return list(read)
 
