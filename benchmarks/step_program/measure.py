@@ -1,7 +1,7 @@
 """A step program against today's executor and the eager model: numbers, collectives, memory, host time.
 
 ``python benchmarks/step_program/measure.py --ranks 1 gpt2 llama`` on one device;
-``--ranks 2 --like tp=2`` on two gloo ranks under a plan of that layout. Results are lines of JSON. All ways run in one
+``--ranks 2`` on two gloo ranks; ``--pins`` asks for a plan's decisions. Results are lines of JSON. All ways run in one
 process and take turns; seconds are CPU seconds of the thread, which other work on the machine touches less.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import faulthandler
 import json
 import os
 import statistics
@@ -77,6 +78,8 @@ def bytes_by_kind(seen: list[tuple[str, str, int]]) -> dict[str, tuple[int, int]
 def rank(name: str, ranks: int, steps: int, plan: str | None) -> dict[str, Any]:
     """Compare the ways on this rank."""
     warnings.simplefilter("ignore")
+    if os.environ.get("STEP_DUMP"):
+        faulthandler.dump_traceback_later(int(os.environ["STEP_DUMP"]), file=sys.stderr)
     torch.set_num_threads(1)
     model, args, kwargs = made(name)
     eager = copy.deepcopy(model)
@@ -188,19 +191,19 @@ def certified(graph: Graph, plan: StagePlan) -> dict[str, Any]:
     return {"certificate": bytes_by_kind(seen), "certificate_peak": peak.n_bytes - stored, "failures": report.failures[:2]}
 
 
-def measured(name: str, ranks: int, steps: int, like: str | None) -> dict[str, Any]:
+def measured(name: str, ranks: int, steps: int, pins: dict[str, Any]) -> dict[str, Any]:
     """Return the results of one model."""
     if ranks == 1:
         return rank(name, 1, steps, None)
     model, args, kwargs = made(name)
     captured = capture(model, args, kwargs)
-    plan = autopar.plan(model, "local-x2", kwargs or args, captured=captured, **({"like": like} if like else {}))
+    plan = autopar.plan(model, "local-x2", kwargs or args, captured=captured, stages=1, **pins)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "plan.toml")
         save(path, plan, captured.graph)
         counted = certified(captured.graph, plan.only())
-        found = autopar.run_local(rank, ranks, name, ranks, steps, path, timeout=500)
-    return {**found[0], "like": like, **counted, "grad_diff_other": found[1]["grad_diff"]}
+        found = autopar.run_local(rank, ranks, name, ranks, steps, path, timeout=int(os.environ.get("STEP_TIMEOUT", "500")))
+    return {**found[0], "pins": pins, **counted, "grad_diff_other": found[1]["grad_diff"]}
 
 
 def main() -> None:
@@ -209,12 +212,12 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--like")
+    parser.add_argument("--pins", default="{}", help="JSON: pins of the plan, such as {\"params\": {\"*.weight\": \"S0 use\"}}")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for name in options.models:
         try:
-            print(json.dumps(measured(name, options.ranks, options.steps, options.like)), flush=True)
+            print(json.dumps(measured(name, options.ranks, options.steps, json.loads(options.pins))), flush=True)
         except Exception as error:
             if os.environ.get("STEP_RAISE"):
                 raise

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from building import Builder, Step
 from generating import Functions
-from passes import in_buckets
+from passes import again, in_buckets
 
 from autopar.lower.segments import on_mesh
 from autopar.runtime.gradients.gradient_reduction import bucket_bytes
@@ -35,10 +35,11 @@ class Program:
             self.step: Step = Builder(stage.program, roots, wants, stage.plan if reduce else None).build()
         n_bytes = sum(x.leaf.numel() * x.leaf.element_size() for x in stage.held_params.values())
         self.buckets = in_buckets(self.step, bucket_bytes(n_bytes))
-        if recomputed:
-            from passes import again
-
-            again(self.step, recomputed)
+        gathers = [
+            f"{slot.name}:" for slot in slots
+            if reduce and slot.kind == "param" and stage.plan.params[slot.name].lifetime == "use"
+        ]
+        again(self.step, [*recomputed, *(c.name for c in self.step.calls if c.name.startswith(tuple(gathers)))])
         self.functions = Functions(self.step, split)
         self.params = [
             (n, stage.held_params[slots[k].name]) for n, k in enumerate(self.functions.slots) if slots[k].kind == "param"
