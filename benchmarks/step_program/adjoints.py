@@ -148,47 +148,30 @@ def identities(graph: torch.fx.Graph, keep: set[torch.fx.Node]) -> None:
 
 def _divided(done: Adjoint, target: object) -> None:
     """Say which nodes are forward and which are backward."""
-    late: set[torch.fx.Node] = set(done.arriving)
     computed = [n for n in done.graph.nodes if n.op not in ("placeholder", "output")]
-    for node in computed:
-        if any(x in late for x in node.all_input_nodes):
-            late.add(node)
-    wanted = [x for x in done.grads if x is not None]
-    needed: set[torch.fx.Node] = set()
+    early: set[torch.fx.Node] = set()
     todo = list(done.outs)
     while todo:
         node = todo.pop()
-        if node not in needed:
-            needed.add(node)
+        if node not in early:
+            early.add(node)
             todo.extend(node.all_input_nodes)
-    again: set[torch.fx.Node] = set()  # views that the backward makes itself
-    todo = [x for n in late for x in n.all_input_nodes] + wanted
+    inside = {n for n in computed if n not in early}  # also what needs no gradient: autograd computes it then
+    wanted = [x for x in done.grads if x is not None]
+    todo = [x for n in inside for x in n.all_input_nodes] + wanted
     while todo:
         node = todo.pop()
-        if node not in late and node not in again and node.target in VIEWS:
-            again.add(node)
+        if node not in inside and node.target in VIEWS:
+            inside.add(node)
             todo.extend(node.all_input_nodes)
-    done.backward = [n for n in computed if n in late or n in again]
-    inside = set(done.backward)
+    done.backward = [n for n in computed if n in inside]
     saved = {x for n in done.backward for x in n.all_input_nodes if x not in inside}
     saved |= {x for x in wanted if x not in inside}
-    done.forward = [n for n in computed if n not in late and (n in needed or n in saved or _leads(n, saved))]
+    done.forward = [n for n in computed if n in early]
     known = {*done.inputs, *done.outs, *done.arriving}
     done.composite = isinstance(target, torch._ops.OpOverload) and saved <= known
     if done.composite:
         done.forward = []
-
-
-def _leads(node: torch.fx.Node, saved: set[torch.fx.Node]) -> bool:
-    todo, seen = list(node.users), set()
-    while todo:
-        user = todo.pop()
-        if user in saved:
-            return True
-        if user not in seen:
-            seen.add(user)
-            todo.extend(user.users)
-    return False
 
 
 class Tape:

@@ -275,6 +275,7 @@ class Builder:
             if before is not None:
                 may_lack = {before, grad} & self.may_lack
                 total = self._emit(sum_of if may_lack else aten.add.Tensor, (before, grad), val=value.fake)
+                total.meta["sum"] = True
                 if len(may_lack) == 2:
                     self.may_lack.add(total)
                 grad = total

@@ -146,6 +146,33 @@ def again(step: Step, names: Collection[str]) -> int:
     return len(copies)
 
 
+def in_place(step: Step) -> int:
+    """Add up gradients, and sum them over ranks, in memory that nobody else reads; return how often."""
+    ends = {*step.grads.values(), *(x for x in step.results if isinstance(x, torch.fx.Node))}
+    n = 0
+    for node in step.graph.nodes:
+        into = {c10d.all_reduce.default: c10d.all_reduce_.default, aten.add.Tensor: aten.add_.Tensor}.get(node.target)
+        first = node.args[0] if into is not None else None
+        if not isinstance(first, torch.fx.Node) or not node.meta.get("late") or node.meta.get("guard"):
+            continue
+        own = first.op == "call_function" and first.meta.get("late") and first not in ends and len(first.users) == 1
+        if node.target is aten.add.Tensor:
+            second = node.args[1]
+            same = isinstance(second, torch.fx.Node) and second is not first and "sum" in node.meta
+            own = own and same and first.meta["val"].stride() == node.meta["val"].stride()
+        if own and isinstance(first.target, torch._ops.OpOverload) and first.target in _OWN:
+            node.target = into
+            n += 1
+    return n
+
+
+_OWN = {
+    aten.mm.default, aten.bmm.default, aten.add.Tensor, aten.add_.Tensor, aten.mul.Tensor, aten.clone.default,
+    aten.cat.default, aten.convolution.default, aten.embedding_dense_backward.default, aten.sum.dim_IntList,
+}  # fmt: skip
+"""Operators whose result is memory of its own, contiguous as the trace says."""
+
+
 def collectives_of(nodes: Iterable[torch.fx.Node]) -> dict[tuple[str, str], tuple[int, int]]:
     """Return the number and the bytes of collectives by ``(group, kind)``, as the certificate counts bytes."""
     found: dict[tuple[str, str], tuple[int, int]] = {}

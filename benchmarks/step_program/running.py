@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from building import Builder, Step
 from generating import Functions
-from passes import again, in_buckets
+from passes import again, in_buckets, in_place
 
 from autopar.lower.segments import on_mesh
 from autopar.runtime.gradients.gradient_reduction import bucket_bytes
@@ -40,6 +40,7 @@ class Program:
             if reduce and slot.kind == "param" and stage.plan.params[slot.name].lifetime == "use"
         ]
         again(self.step, [*recomputed, *(c.name for c in self.step.calls if c.name.startswith(tuple(gathers)))])
+        self.in_place = in_place(self.step)
         self.functions = Functions(self.step, split)
         self.params = [
             (n, stage.held_params[slots[k].name]) for n, k in enumerate(self.functions.slots) if slots[k].kind == "param"
