@@ -10,6 +10,7 @@ on a number, stays a node of a kind of its own (:data:`OPAQUE`).
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,6 +157,7 @@ def _divided(done: Adjoint, target: object) -> None:
         if node not in early:
             early.add(node)
             todo.extend(node.all_input_nodes)
+    early |= {n for n in computed if n.target is operator.getitem and n.args[0] in early}  # not the whole tuple
     inside = {n for n in computed if n not in early}  # also what needs no gradient: autograd computes it then
     wanted = [x for x in done.grads if x is not None]
     todo = [x for n in inside for x in n.all_input_nodes] + wanted
