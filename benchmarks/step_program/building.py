@@ -18,9 +18,9 @@ from adjoints import BRANCH, VIEWS, Adjoint, adjoint_of, is_opaque, opaque_backw
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar.lower.collectives import state_step
 from autopar.lower.emit import used_shape
 from autopar.lower.freed_tensors import backwards_of, give_up
-from autopar.lower.collectives import state_step
 from autopar.lower.program import Program, Slot
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again

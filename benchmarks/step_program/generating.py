@@ -48,6 +48,7 @@ def bound(node: torch.fx.Node) -> Any:
 
 _NOT = {"native_batch_norm", "_native_batch_norm_legit", "copy_", "set_", "resize_"}
 import os
+
 PLAIN = bool(os.environ.get("PLAIN"))
 _bound: dict[Any, Any] = {}
 
@@ -79,7 +80,7 @@ def generated(
             return names[value]
         if type(value) in (list, tuple, torch.fx.immutable_collections.immutable_list):
             inside = ", ".join(map(constant, value))
-            return f"[{inside}]" if not type(value) is tuple else f"({inside},)" if value else "()"
+            return f"[{inside}]" if type(value) is not tuple else f"({inside},)" if value else "()"
         key = f"_k{len(space)}"
         space[key] = value
         return key
@@ -141,7 +142,7 @@ def generated(
         lines.append(f"    del {', '.join(after)}")
     lines.append(f"    return ({''.join(constant(x) + ', ' for x in results)})")
     text = "\n".join(lines) + "\n"
-    exec(compile(text, f"<{name}>", "exec"), space)  # noqa: S102  (text made above, of the step's own nodes)
+    exec(compile(text, f"<{name}>", "exec"), space)
     return space[name], text
 
 

@@ -18,7 +18,6 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-
 from pathlib import Path
 from typing import Any
 
