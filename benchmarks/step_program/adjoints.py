@@ -28,7 +28,8 @@ from autopar.rules.function import Callee
 aten = torch.ops.aten
 Tensors = Sequence[torch.Tensor]
 VIEWS = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default,
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
+    aten.permute.default,
     aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims,
     aten.slice.Tensor, aten.select.int, aten.detach.default, aten.alias.default, aten.view_as_complex.default,
     aten.view_as_real.default,
@@ -81,6 +82,7 @@ def adjoint_of(
         wants: which of them want a gradient.
         asked: which of its tensor results a gradient comes to; None for all.
     """
+
     def fresh() -> list[torch.Tensor]:
         return [x.detach().requires_grad_(w) for x, w in zip(leaves, wants, strict=True)]
 
@@ -186,9 +188,7 @@ class Tape:
 def run_opaque(target: Callable[..., Any], spec: Any, wants: Sequence[bool], *values: Any) -> tuple[Any, ...]:
     """Call ``target`` under autograd; return the tape, then the results."""
     leaves = iter(wants)
-    values = tuple(
-        x.detach().requires_grad_(next(leaves)) if isinstance(x, torch.Tensor) else x for x in values
-    )
+    values = tuple(x.detach().requires_grad_(next(leaves)) if isinstance(x, torch.Tensor) else x for x in values)
     args, kwargs = pytree.tree_unflatten(list(values), spec)
     with torch.enable_grad():
         outs = pytree.tree_leaves(target(*args, **kwargs))

@@ -213,7 +213,9 @@ class Builder:
         ]
         if adjoint.opaque:
             self.step.opaque.append(name)
-        self.calls.append(Call(name, adjoint, leaves, values, [v.wants for v in values], env, tape, target in (BRANCH, branch)))
+        self.calls.append(
+            Call(name, adjoint, leaves, values, [v.wants for v in values], env, tape, target in (BRANCH, branch))
+        )
         each = iter(values)
         whole = [next(each) if isinstance(x, torch.Tensor) else x for x in adjoint.metas]
         return pytree.tree_unflatten(whole, adjoint.spec)
@@ -247,8 +249,11 @@ class Builder:
             args, kwargs = pytree.tree_unflatten(nodes, spec)
             call = self._emit(target, args, kwargs, val=metas[0])
             outs = [call]
-            if len(adjoint.metas) > 1 or not isinstance(adjoint.spec, type(pytree.tree_structure(0))) or \
-                    not adjoint.spec.is_leaf():
+            if (
+                len(adjoint.metas) > 1
+                or not isinstance(adjoint.spec, type(pytree.tree_structure(0)))
+                or not adjoint.spec.is_leaf()
+            ):
                 outs = [self._emit(operator.getitem, (call, k), val=x) for k, x in enumerate(adjoint.metas)
                         if isinstance(x, torch.Tensor)]  # fmt: skip
             env.update(zip(adjoint.outs, outs, strict=True))

@@ -118,9 +118,7 @@ def rank(name: str, schedule: str, steps: int, microbatches: int) -> dict[str, A
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     model, args, kwargs = made(name)
-    pm = autopar.parallelize(
-        model, 2, kwargs or args, stages=2, schedule=schedule, microbatches=microbatches
-    )
+    pm = autopar.parallelize(model, 2, kwargs or args, stages=2, schedule=schedule, microbatches=microbatches)
     run = pm._autopar
 
     def one() -> tuple[float, float]:

@@ -141,7 +141,11 @@ def rank(name: str, ranks: int, steps: int, plan: str | None) -> dict[str, Any]:
         ]
         found[f"{way}_min_ms"] = round(1e3 * min(map(sum, each)), 3)
     pairs = sorted(sum(p) / sum(t) for p, t in zip(seconds["program"], seconds["today"], strict=True))
-    found["ratio"] = (round(pairs[len(pairs) // 4], 3), round(statistics.median(pairs), 3), round(pairs[3 * len(pairs) // 4], 3))
+    found["ratio"] = (
+        round(pairs[len(pairs) // 4], 3),
+        round(statistics.median(pairs), 3),
+        round(pairs[3 * len(pairs) // 4], 3),
+    )
     found["load"] = os.getloadavg()[0]
     leaves = [h.leaf for h in run.stage.held_params.values() if not h.alias]
     for way in ways:
@@ -160,14 +164,13 @@ def rank(name: str, ranks: int, steps: int, plan: str | None) -> dict[str, Any]:
                 one(way)
             found[f"{way}_collectives"] = bytes_by_kind(counter.seen)
         nodes = [n for n in step.graph.nodes if ":" not in n.meta.get("of", "") and n.meta.get("of") != "bucket"]
-        found["of_activations"] = {
-            f"{kind}": each for (_, kind), each in sorted(collectives_of(nodes).items())
-        }
+        found["of_activations"] = {f"{kind}": each for (_, kind), each in sorted(collectives_of(nodes).items())}
     return found
 
 
 def certified(graph: Graph, plan: StagePlan) -> dict[str, Any]:
     """Return what the certificate counts of a plan: collectives of its program, and the peak beside what is stored."""
+
     class Kept(recount.CollectiveCount):
         last: Any = None
 
@@ -187,7 +190,11 @@ def certified(graph: Graph, plan: StagePlan) -> dict[str, Any]:
         recount.CollectiveCount = before
     peak = peak_of(plan, graph)
     stored = report.price.parameter_bytes + report.price.optimizer_bytes
-    return {"certificate": bytes_by_kind(seen), "certificate_peak": peak.n_bytes - stored, "failures": report.failures[:2]}
+    return {
+        "certificate": bytes_by_kind(seen),
+        "certificate_peak": peak.n_bytes - stored,
+        "failures": report.failures[:2],
+    }
 
 
 def measured(name: str, ranks: int, steps: int, pins: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +208,9 @@ def measured(name: str, ranks: int, steps: int, pins: dict[str, Any]) -> dict[st
         path = str(Path(folder) / "plan.toml")
         save(path, plan, captured.graph)
         counted = certified(captured.graph, plan.only())
-        found = autopar.run_local(rank, ranks, name, ranks, steps, path, timeout=int(os.environ.get("STEP_TIMEOUT", "500")))
+        found = autopar.run_local(
+            rank, ranks, name, ranks, steps, path, timeout=int(os.environ.get("STEP_TIMEOUT", "500"))
+        )
     return {**found[0], "pins": pins, **counted, "grad_diff_other": found[1]["grad_diff"]}
 
 
@@ -211,7 +220,9 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--pins", default="{}", help="JSON: pins of the plan, such as {\"params\": {\"*.weight\": \"S0 use\"}}")
+    parser.add_argument(
+        "--pins", default="{}", help='JSON: pins of the plan, such as {"params": {"*.weight": "S0 use"}}'
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for name in options.models:

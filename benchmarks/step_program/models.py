@@ -107,5 +107,6 @@ def resnet50() -> Made:
 MODELS: dict[str, Callable[[], Made]] = {
     "gpt2": of_zoo("gpt2"), "llama": of_zoo("llama"), "resnet50": resnet50, "t5": of_zoo("t5"),
     "mixtral": of_zoo("mixtral"), "unet": of_zoo("unet"), "lstm": lstm, "function": plain(WithFunction),
-    "llama_one_row": of_zoo("llama", rows=1), "t5_one_row": of_zoo("t5", rows=1), "layerdrop": of_zoo("opt", layerdrop=0.3), "hooks": plain(WithHooks),
+    "llama_one_row": of_zoo("llama", rows=1), "t5_one_row": of_zoo("t5", rows=1),
+    "layerdrop": of_zoo("opt", layerdrop=0.3), "hooks": plain(WithHooks),
 }  # fmt: skip

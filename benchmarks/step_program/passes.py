@@ -111,7 +111,9 @@ def _together(step: Step, bucket: list[torch.fx.Node], ends: dict[torch.fx.Node,
         offset = 0
         for node, x in zip(bucket, given, strict=True):
             shape = list(x.meta["val"].shape)
-            part = new(aten.narrow.default, wait, 0, offset, prod(shape), val=flat[0].meta["val"].new_empty(prod(shape)))
+            part = new(
+                aten.narrow.default, wait, 0, offset, prod(shape), val=flat[0].meta["val"].new_empty(prod(shape))
+            )
             offset += prod(shape)
             whole = new(aten.reshape.default, part, shape, val=x.meta["val"])
             (old,) = node.users

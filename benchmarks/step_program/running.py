@@ -21,13 +21,19 @@ class Program:
     """The step program of a stage, for one set of outputs with gradients and inputs that want one."""
 
     def __init__(
-        self, stage: Stage, roots: Sequence[int], wanting: Sequence[str], split: bool = False,
-        recomputed: Sequence[str] = (), reduce: bool = True,
+        self,
+        stage: Stage,
+        roots: Sequence[int],
+        wanting: Sequence[str],
+        split: bool = False,
+        recomputed: Sequence[str] = (),
+        reduce: bool = True,
     ) -> None:
         self.stage, self.wanting = stage, list(wanting)
         slots = stage.program.slots
         wants = [
-            k for k, slot in enumerate(slots)
+            k
+            for k, slot in enumerate(slots)
             if (slot.kind == "param" and stage.held_params[slot.name].param.requires_grad) or slot.name in self.wanting
         ]
         self.stored = reduce
@@ -36,18 +42,19 @@ class Program:
         n_bytes = sum(x.leaf.numel() * x.leaf.element_size() for x in stage.held_params.values())
         self.buckets = in_buckets(self.step, bucket_bytes(n_bytes))
         gathers = [
-            f"{slot.name}:" for slot in slots
+            f"{slot.name}:"
+            for slot in slots
             if reduce and slot.kind == "param" and stage.plan.params[slot.name].lifetime == "use"
         ]
         again(self.step, [*recomputed, *(c.name for c in self.step.calls if c.name.startswith(tuple(gathers)))])
         self.in_place = in_place(self.step)
         self.functions = Functions(self.step, split)
         self.params = [
-            (n, stage.held_params[slots[k].name]) for n, k in enumerate(self.functions.slots) if slots[k].kind == "param"
+            (n, stage.held_params[slots[k].name])
+            for n, k in enumerate(self.functions.slots)
+            if slots[k].kind == "param"
         ]
-        self.input_grads = {
-            slots[k].name: n for n, k in enumerate(self.functions.slots) if slots[k].kind == "input"
-        }
+        self.input_grads = {slots[k].name: n for n, k in enumerate(self.functions.slots) if slots[k].kind == "input"}
         self.param_slots = [(k, stage.held_params[s.name]) for k, s in enumerate(slots) if s.kind == "param"]
 
     def values(self, inputs: Mapping[str, torch.Tensor], seed: Any) -> list[Any]:
@@ -91,8 +98,11 @@ class _Node(torch.autograd.Function):
         program: Program = ctx.program
         functions = program.functions
         saved = list(ctx.saved) if keeps_graph() else ctx.saved
-        got = functions.backward([*saved, *(grads[k] for k in functions.roots)]) if keeps_graph() else \
-            functions.backward(_with(saved, [grads[k] for k in functions.roots]))
+        got = (
+            functions.backward([*saved, *(grads[k] for k in functions.roots)])
+            if keeps_graph()
+            else functions.backward(_with(saved, [grads[k] for k in functions.roots]))
+        )
         for n, held in program.params:
             if got[n] is not None:
                 give(held.param, got[n])

@@ -1,4 +1,4 @@
-"""Two ways to a joint graph: the whole program traced by ``make_fx``, or each distinct call once; CPU seconds and nodes.
+"""Two ways to a joint graph: the whole program traced, or each distinct call once; CPU seconds and nodes.
 
 ``python benchmarks/step_program/tracing.py 2 8``: Llama with so many layers, on a mesh of one device.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,15 @@ from autopar.capture import capture
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.one_device import one_device
 from autopar.torch_private import FakeTensorMode
+
+
+def _loss_and_gradients(
+    module: torch.nn.Module, loss_at: int, wants: list[int], given: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    values = [x.detach().requires_grad_(k in wants) for k, x in enumerate(given)]
+    with torch.enable_grad():
+        loss = module(*values)[loss_at]
+    return [loss.detach(), *torch.autograd.grad(loss, [values[k] for k in wants])]
 
 
 def main() -> None:
@@ -38,14 +48,8 @@ def main() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             values = [torch.empty(x.meta["val"].shape, dtype=x.meta["val"].dtype) for x in step.placeholders]
 
-            def joint(xs: list[torch.Tensor]) -> list[torch.Tensor]:
-                xs = [x.detach().requires_grad_(k in wants) for k, x in enumerate(xs)]
-                with torch.enable_grad():
-                    loss = program.module(*xs)[graph.loss]
-                return [loss.detach(), *torch.autograd.grad(loss, [xs[k] for k in wants])]
-
             began = time.thread_time()
-            whole = make_fx(joint)(values)
+            whole = make_fx(partial(_loss_and_gradients, program.module, graph.loss, wants))(values)
             traced = time.thread_time() - began
         n = sum(node.op == "call_function" for node in whole.graph.nodes)
         print(

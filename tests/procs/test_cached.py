@@ -12,13 +12,13 @@ from autopar.runtime.ranks.launch import run_local
 
 TENSOR = {"tensor": 2}
 CALLS: dict[str, tuple[Any, ...]] = {
-    "rows": ("tokens", {"dim": 128, "vocab": 500}, {"data": 2}),
+    "rows": ("tokens", {}, {"data": 2}, {"blocks.*.attention.q": {"data": "b"}}),
     "heads": ("tokens", {"slices": True}, TENSOR, HEADS),
     "one head for all": ("tokens", {"kv_heads": 1, "rope": True, "experts": 4}, TENSOR, HEADS),
     "stages": ("tokens", {"rope": True}, None, None, 2),
 }  # fmt: skip
 CACHES = {
-    "rows": {(2, 4, 80, 32)}, "heads": {(4, 2, 80, 8)}, "one head for all": {(4, 1, 80, 8)}, "stages": {(4, 4, 80, 8)},
+    "rows": {(2, 4, 80, 8)}, "heads": {(4, 2, 80, 8)}, "one head for all": {(4, 1, 80, 8)}, "stages": {(4, 4, 80, 8)},
 }  # fmt: skip
 """The shapes of this rank's part of the caches."""
 
