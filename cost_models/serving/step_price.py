@@ -117,8 +117,9 @@ def _experts(experts: Experts, batch: StepBatch, device: Device, engine: Engine)
     tokens = batch.new_tokens * experts.spread
     hit, pairs = experts_hit(experts, tokens), pairs_on_busiest(experts, tokens)
     rate = product_rate(device, experts.weights, experts.activations, grouped=True)
-    seconds = sum(product_seconds(rate, pairs, n, k, weights_read=hit) for n, k in experts.shapes)
-    return seconds * engine.expert_factor(experts.weights, device.name)
+    slow = engine.expert_factor(experts.weights, device.name)  # of reading few rows' weights, not of computing many rows
+    rate = rate._replace(per_byte=rate.per_byte * slow)
+    return sum(product_seconds(rate, pairs, n, k, weights_read=hit) for n, k in experts.shapes)
 
 
 def _exchanges(
