@@ -76,7 +76,9 @@ def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Eng
     if batch.new_tokens <= engine.graph_requests:
         parts["launches"] = kernels * small.kernel_seconds
     else:
-        parts["launches"] = max(kernels * small.kernel_seconds, kernels * engine.launch_seconds - sum(parts.values()))
+        layers = sum(e.count for e in work.experts)
+        launched = kernels * engine.launch_seconds + layers * engine.expert_host_on.get(device.name, 0.0)
+        parts["launches"] = max(kernels * small.kernel_seconds, launched - sum(parts.values()))
     factor = engine.factor(device.name, bool(batch.prefills))
     parts = {name: factor * seconds for name, seconds in parts.items()}
     parts["host"] = engine.host_seconds + engine.request_seconds * batch.requests
