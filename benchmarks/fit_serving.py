@@ -64,7 +64,7 @@ def fit(cases: list[Case], engine: Engine, device: str) -> tuple[float, float]:
 def without(model: str, version: str, cases: list[Case], name: str) -> Engine:
     """Return an engine as it would be if one model, or one of its versions, had not been measured.
 
-    A GPU whose rows are gone takes the mean of the others' factors, and numbers of experts that one model gave are gone.
+    A GPU whose rows are gone takes the mean of the others' factors and 1, and numbers of experts that one model gave are gone.
     """
     kept = [c for c in cases if c.model != model and (c.engine, c.version) != (name, version)]
     engine = engine_named(ENGINES[name])
@@ -87,7 +87,7 @@ def without(model: str, version: str, cases: list[Case], name: str) -> Engine:
     seen = {cluster_named(c.system).device(0).name for c in kept if c.mixture and c.engine == name}
     kernels, hosts = ({k: v for k, v in of.items() if k in seen}
                       for of in (engine.expert_kernels_on, engine.expert_host_on))  # fmt: skip
-    general = mean(factors.values()) if factors else 1.0
+    general = mean((1.0, *factors.values()))
     return replace(engine, factors=factors, prefill_factors=prefills, general_factor=general, expert_factors=known,
                    expert_kernels_on=kernels, expert_host_on=hosts)  # fmt: skip
 
