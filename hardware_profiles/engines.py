@@ -45,8 +45,8 @@ class Engine:
         expert_factors: seconds of products of experts over their price, where an engine's kernels are slow, by the
             format of their weights, ``fp8``, or by that and the GPU, ``mxfp4 on H200-SXM-141GB``.
         expert_kernels_on: ``expert_kernels`` by name of a device, where they are others.
-        expert_host_on: seconds of the host for a layer of experts outside a graph, by name of a device: kernels differ by
-            device, and some are started one by one from Python.
+        expert_host_on: seconds of the host for a layer of experts outside a graph, by name of a device, whose kernels
+            it starts one by one.
         widens_cache: names of devices on which attention over an 8-bit cache takes as long as over a 16-bit one.
         fuses: operators between two products run as one kernel; else each runs on its own.
         fuses_casts: casts of activations to 8 or 4 bits run in these kernels; else each is one of its own.

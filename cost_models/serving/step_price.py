@@ -119,7 +119,7 @@ def _experts(experts: Experts, batch: StepBatch, device: Device, engine: Engine)
     tokens = batch.new_tokens * experts.spread
     hit, pairs = experts_hit(experts, tokens), pairs_on_busiest(experts, tokens)
     rate = product_rate(device, experts.weights, experts.activations, grouped=True)
-    slow = engine.expert_factor(experts.weights, device.name)  # of reading few rows' weights, not of computing many rows
+    slow = engine.expert_factor(experts.weights, device.name)  # at reading weights, not at computing
     rate = rate._replace(per_byte=rate.per_byte * slow)
     return sum(product_seconds(rate, pairs, n, k, weights_read=hit) for n, k in experts.shapes)
 

@@ -64,7 +64,8 @@ def _rate(device: Device, small: SmallRates, weights: str, activations: str, gro
     return ProductRate(
         widened / (peak * curve.fraction), widened / (peak * sustained_fraction(device)),
         1.0 / (device.memory_bytes_per_second * reached),
-        curve.half_m, curve.half_n + half, curve.half_k + half, curve.half_mn, WIDTHS[weights], WIDTHS[activations], small.join,
+        curve.half_m, curve.half_n + half, curve.half_k + half, curve.half_mn,
+        WIDTHS[weights], WIDTHS[activations], small.join,
     )  # fmt: skip
 
 
