@@ -62,7 +62,7 @@ def exchange_seconds(
     group = 2 if exchange.kind == "send" else exchange.group
     if group <= 1 or n_bytes <= 0:
         return 0.0
-    seconds = axis_of(cluster, group, exchange.stride).seconds(kind, n_bytes) / small.library_fraction
+    seconds = axis_of(cluster, group, exchange.stride).seconds(kind, n_bytes)
     reach = (group - 1) * exchange.stride + 1
     link = link_bytes_per_second(cluster)
     if not (pushes and kind == "all_reduce" and link and reach <= min(device.domain, _machine(cluster))):

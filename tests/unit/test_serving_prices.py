@@ -242,6 +242,14 @@ def test_experts_that_the_host_starts_one_by_one_bound_a_prefill_and_no_graph() 
     )
 
 
+def test_narrow_experts_fill_their_tiles_in_part() -> None:
+    grouped, plain = (product_rate(DEVICE, "mxfp4", "bf16", grouped=both) for both in (True, False))
+    half = small_rates_of(DEVICE).grouped_half
+    assert half > 0 and (grouped.half_n - plain.half_n, grouped.half_k - plain.half_k) == (half, half)
+    whole, parts = product_seconds(grouped, 8192, 2880, 2880), product_seconds(grouped, 8192, 360, 2880)
+    assert parts > 1.3 * whole / 8
+
+
 def test_engines_say_where_their_factor_comes_from() -> None:
     assert set(engines()) == {"vllm", "sglang", "tensorrt-llm", "autopar"}
     vllm = engine_named("vllm")
