@@ -64,7 +64,7 @@ def fit(cases: list[Case], engine: Engine, device: str) -> tuple[float, float]:
 def without(model: str, version: str, cases: list[Case], name: str) -> Engine:
     """Return an engine as it would be if one model, or one of its versions, had not been measured.
 
-    A GPU whose rows are gone takes the mean of the others' factors and 1; numbers of experts that it alone gave are gone.
+    A GPU whose rows are gone takes the mean of the other factors and 1; numbers of experts that it alone gave are gone.
     """
     kept = [c for c in cases if c.model != model and (c.engine, c.version) != (name, version)]
     engine = engine_named(ENGINES[name])
