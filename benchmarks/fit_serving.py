@@ -1,8 +1,9 @@
 """Fit the factors of engines on GPUs to measured rows: one for steps of decodes, one for steps with prefills.
 
-    python benchmarks/fit_serving.py serving_silicon.csv
+    python benchmarks/fit_serving.py serving_silicon.csv [--left-out]
 
-Prints the lines of hardware_profiles/data/engines.toml, with the errors on the half that was fitted (workers of 2 and 8
+With ``--left-out`` each model, then each version of an engine, is priced by factors that were fitted without it. Else
+prints the lines of hardware_profiles/data/engines.toml, with the errors on the half that was fitted (workers of 2 and 8
 devices) and on the other one. Rows of dense models decide; those with experts where an engine has no others on a GPU.
 All other numbers of that file, and those of small_rates.toml, were read off the same half by steps of single numbers.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from statistics import mean
 
-from serving import CLUSTERS, ENGINES, Case, cluster_named, fitted, off, price, read_cases
+from serving import CLUSTERS, ENGINES, HEAD, Case, Priced, cluster_named, fitted, line, off, price, read_cases
 
 from hardware_profiles.engines import Engine, engine_named
 
@@ -21,6 +23,8 @@ OF_FIRST = 0.3
 """Weight of the time to the first token beside that of the time per token."""
 MOST = 1.0
 """Logarithmic errors above this count as this: rows where a full cache decides whether requests wait for minutes."""
+LEAST = 8
+"""Rows that a fit needs at least."""
 STEPS = (0.08, 0.04, 0.02, 0.01)
 
 
@@ -57,6 +61,56 @@ def fit(cases: list[Case], engine: Engine, device: str) -> tuple[float, float]:
     return best[0], best[1]
 
 
+def without(model: str, version: str, cases: list[Case], name: str) -> Engine:
+    """Return an engine as it would be if one model, or one of its versions, had not been measured.
+
+    A GPU whose rows are gone takes the mean of the other factors and 1; numbers of experts that it alone gave are gone.
+    """
+    kept = [c for c in cases if c.model != model and (c.engine, c.version) != (name, version)]
+    engine = engine_named(ENGINES[name])
+    factors, prefills = dict(engine.factors), dict(engine.prefill_factors)
+    for system in CLUSTERS:
+        device = cluster_named(system).device(0).name
+        before = [c for c in cases if c.engine == name and c.system == system and fitted(c)]
+        dense = [c for c in before if not c.mixture] or before
+        half = [c for c in dense if c in kept]
+        if len(half) == len(dense) or device not in factors:
+            continue
+        if len(half) >= LEAST:
+            factors[device], prefills[device] = fit(half, engine, device)
+        else:
+            del factors[device]
+            prefills.pop(device, None)
+    formats = {"gpt-oss-120b": "mxfp4", "qwen3-235b-a22b": "fp8"}
+    others = {c.model for c in kept if c.mixture and c.engine == name}
+    known = {k: v for k, v in engine.expert_factors.items() if k.split()[0] in {formats[m] for m in others}}
+    seen = {cluster_named(c.system).device(0).name for c in kept if c.mixture and c.engine == name}
+    kernels, hosts = ({k: v for k, v in of.items() if k in seen}
+                      for of in (engine.expert_kernels_on, engine.expert_host_on))  # fmt: skip
+    general = mean((1.0, *factors.values()))
+    return replace(engine, factors=factors, prefill_factors=prefills, general_factor=general, expert_factors=known,
+                   expert_kernels_on=kernels, expert_host_on=hosts)  # fmt: skip
+
+
+def left_out(path: str) -> None:
+    """Print errors of rows of each model, and of each version of an engine, without which engines were fitted."""
+    sound = [case for case in read_cases(path) if not case.suspect]
+    print(HEAD)
+    every: dict[bool, list[Priced]] = {False: [], True: []}
+    for model in sorted({c.model for c in sound}):
+        for name in sorted({c.engine for c in sound if c.model == model}):
+            engine = without(model, "none", sound, name)
+            rows = [(c, price(c, engine)) for c in sound if c.model == model and c.engine == name]
+            every[rows[0][0].mixture] += rows
+            print(line(f"{model} on {name}", rows), flush=True)
+    for mixture, rows in every.items():
+        print(line("models with experts" if mixture else "dense models", rows))
+    for name, version in sorted({(c.engine, c.version) for c in sound}):
+        engine = without("none", version, sound, name)
+        rows = [(c, price(c, engine)) for c in sound if (c.engine, c.version) == (name, version)]
+        print(line(f"{name} {version or 'of no recorded version'}", rows), flush=True)
+
+
 def main(path: str) -> None:
     """Print factors and errors."""
     sound = [case for case in read_cases(path) if not case.suspect]
@@ -66,7 +120,7 @@ def main(path: str) -> None:
             rows = [case for case in sound if case.engine == backend and case.system == system]
             rows = [case for case in rows if not case.mixture] or rows
             half = [case for case in rows if fitted(case)]
-            if len(half) < 8:
+            if len(half) < LEAST:
                 continue
             device = cluster_named(system).device(0).name
             decode, prefill = fit(half, engine, device)
@@ -81,4 +135,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    (left_out if "--left-out" in sys.argv[2:] else main)(sys.argv[1])

@@ -10,8 +10,8 @@ import csv
 import functools
 import re
 from collections import defaultdict
-from dataclasses import dataclass
-from statistics import mean
+from dataclasses import dataclass, replace
+from statistics import mean, median
 
 from serving_work import config_of, work_of
 
@@ -20,6 +20,7 @@ from cost_models.serving.step_price import step_seconds
 from cost_models.serving.work import StepWork
 from hardware_profiles import Cluster, load_cluster
 from hardware_profiles.engines import Engine, engine_named
+from hardware_profiles.usable_memory import driver_bytes
 
 CLUSTERS = {"h100_sxm": "dgx-h100", "h200_sxm": "dgx-h200", "b200_sxm": "dgx-b200", "gb200": "nvl72-gb200"}
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
@@ -29,6 +30,16 @@ MODELS = {
 }  # fmt: skip
 LENGTHS = 0.2
 """InferenceMAX draws lengths from 80% to all of those that it names; the others send them as they are."""
+FEW = 8
+"""Requests in flight that count as few."""
+UNCOUNTED = "requests in flight are not recorded"
+DIFFERENT = "a setting of this series was measured twice, and its times per token differ by more than half"
+IMPOSSIBLE = "less time per token than reading the weights and the cache takes at the data sheet's bandwidth"
+LATE = "the first token comes more than 12 tokens later than in the same setting with longer answers"
+TWICE = 1.5
+LATE_TOKENS = 12
+SHORTEST = 0.8
+"""Part of the named lengths that the shortest requests may have."""
 MIXTURES = ("gpt-oss-120b", "qwen3-235b-a22b")
 
 
@@ -58,6 +69,11 @@ class Case:
         """What a table has a line for."""
         lengths = f"{self.input_tokens}x{self.output_tokens}"
         return self.model, self.system, self.engine, self.version, self.precision, lengths
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """Tensor ranks, attention data ranks, expert ranks."""
+        return self.tensor, self.data, self.expert
 
     @property
     def mixture(self) -> bool:
@@ -90,25 +106,56 @@ def read_cases(path: str) -> list[Case]:
                 float(row["silicon_ttft_ms"]) / 1e3, float(row["silicon_tpot_ms"]) / 1e3, own,
                 _suspect(row, bool(together)),
             ))  # fmt: skip
-    return found
+    return contradicting(found)
 
 
 def _suspect(row: dict[str, str], counted: bool) -> str:
-    """Say why a row contradicts others or itself; empty for one that does not."""
-    if not counted:
-        return "requests in flight are not recorded"
-    if row["system"] == "gb200" and row["backend_version"] == "1.3.0rc1":
-        return "time per token jumps up and down with the requests in flight: 8, 42, 28, 42, 29 ms"
-    if row["system"] == "h100_sxm" and row["backend"] == "vllm" and row["batch_size"] == "512":
-        return "512 in flight, with the time per token of 4 to 16 and a wait of minutes: the engine held a few"
-    if "235B" in row["model_path"] and row["system"] == "h200_sxm" and row["backend"] == "vllm":
-        return "two to three times SGLang's time per token in the same layout: no tuned kernels"
-    if "0.5.8" in row["backend_version"]:
-        return "16 in flight, 7 to 89 s to the first token: the engine held a few"
-    short = row["isl"] == row["osl"] and row["tp_size"] != "8"
-    if "Llama" in row["model_path"] and row["backend"] == "trtllm" and short:
-        return "first token 20 tokens later than with longer answers: answers are sent 20 tokens at a time"
-    return ""
+    """Say what a row leaves out, so that it cannot be priced; empty for one that is complete."""
+    return "" if counted else UNCOUNTED
+
+
+def contradicting(cases: list[Case]) -> list[Case]:
+    """Mark rows that contradict others or their own bytes. Measured values alone decide, never a price."""
+    series: dict[tuple[object, ...], list[Case]] = defaultdict(list)
+    for case in cases:
+        series[*case.group, *case.layout].append(case)
+    said: dict[str, str] = {case.name: IMPOSSIBLE for case in cases if case.token < least_token_seconds(case)}
+    for of in series.values():
+        if any(a.batch == b.batch and a.token > TWICE * b.token for a in of for b in of):
+            said |= {case.name: DIFFERENT for case in of}
+        elif _late_tokens(of, series) > LATE_TOKENS:
+            said |= {case.name: LATE for case in of}
+    return [replace(case, suspect=case.suspect or said.get(case.name, "")) for case in cases]
+
+
+def _late_tokens(of: list[Case], series: dict[tuple[object, ...], list[Case]]) -> float:
+    """Return how many tokens later the first one comes than with longer answers, the median over few in flight."""
+    found = []
+    for key, others in series.items():
+        first, other = of[0], others[0]
+        alike = key[:5] == first.group[:5] and first.layout == other.layout and first.input_tokens == other.input_tokens
+        if alike and other.output_tokens > first.output_tokens:
+            found += [(a.first - b.first) / a.token for a in of for b in others if a.batch == b.batch <= FEW]
+    return median(found) if found else 0.0
+
+
+def least_token_seconds(case: Case) -> float:
+    """Return the seconds of reading all weights that a step needs, and the cache in 8 bits, at the data sheet's rate.
+
+    The cache counts where it fits, since fewer requests decode at once where it does not; experts where every one is
+    hit on average eight times or more.
+    """
+    work = work_for(case.model, case.precision, case.own, case.engine, case.system, case.tensor, case.data, case.expert)
+    few = sum(e.count for e in work.experts if case.batch * case.data * e.top_k < 8 * e.total)
+    if few or case.precision == "":
+        return 0.0
+    device = cluster_named(case.system).device(0)
+    width = 2.0 if work.attentions[0].cache == "bf16" else 1.0
+    cache = case.batch * (case.input_tokens + case.output_tokens / 2) * work.cache_bytes_per_token / width * SHORTEST
+    if cache + work.weight_bytes > driver_bytes(device):
+        cache = 0.0
+    read = work.weight_bytes - 2.0 * config_of(case.model)["vocab_size"] * config_of(case.model)["hidden_size"]
+    return (read + cache) / device.memory_bytes_per_second
 
 
 def _whole(text: str) -> int:
@@ -141,7 +188,7 @@ def price(case: Case, engine: Engine | None = None) -> ServedTimes:
     cluster = cluster_named(case.system)
     work = work_for(case.model, case.precision, case.own, case.engine, case.system, case.tensor, case.data, case.expert)
     device = cluster.device(0)
-    cache = (device.memory_bytes * engine.memory_share - work.weight_bytes - 3e9) / work.cache_bytes_per_token
+    cache = (driver_bytes(device) * engine.memory_share - work.weight_bytes - 3e9) / work.cache_bytes_per_token
     options = engine_options(engine)
     if case.own:
         options["spread"] = LENGTHS
@@ -172,8 +219,7 @@ def rank(rows: list[Priced]) -> tuple[float, int]:
     """
     groups = defaultdict(dict)
     for case, times in rows:
-        layout = case.tensor, case.data, case.expert
-        groups[*case.group, case.batch * case.data][layout] = (case.token, times.token_seconds)
+        groups[*case.group, case.batch * case.data][case.layout] = (case.token, times.token_seconds)
     found = [spearman(list(of.values())) for of in groups.values() if len(of) >= 3]
     return mean(found), len(found)
 
@@ -195,7 +241,6 @@ def line(name: str, rows: list[Priced]) -> str:
 
 HEAD = """| rows | number | time per token | bias | to the first token | bias | at 8 or fewer in flight |
 |---|---|---|---|---|---|---|"""
-FEW = 8
 
 
 def summary(rows: list[Priced]) -> None:

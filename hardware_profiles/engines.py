@@ -45,6 +45,8 @@ class Engine:
         expert_factors: seconds of products of experts over their price, where an engine's kernels are slow, by the
             format of their weights, ``fp8``, or by that and the GPU, ``mxfp4 on H200-SXM-141GB``.
         expert_kernels_on: ``expert_kernels`` by name of a device, where they are others.
+        expert_host_on: seconds of the host for a layer of experts outside a graph, by name of a device, whose kernels
+            it starts one by one.
         widens_cache: names of devices on which attention over an 8-bit cache takes as long as over a 16-bit one.
         fuses: operators between two products run as one kernel; else each runs on its own.
         fuses_casts: casts of activations to 8 or 4 bits run in these kernels; else each is one of its own.
@@ -72,6 +74,7 @@ class Engine:
     expert_kernels: float = 8.0
     expert_factors: Mapping[str, float] = field(default_factory=dict, compare=False)
     expert_kernels_on: Mapping[str, float] = field(default_factory=dict, compare=False)
+    expert_host_on: Mapping[str, float] = field(default_factory=dict, compare=False)
     widens_cache: tuple[str, ...] = ()
     fuses: bool = True
     fuses_casts: bool = False
@@ -122,7 +125,7 @@ def _read(name: str, table: Table) -> Engine:
             values[each.name] = table.text(each.name)
         elif each.name == "widens_cache":
             values[each.name] = tuple(device.strip() for device in table.text(each.name).split(","))
-        elif each.name in ("factors", "prefill_factors", "expert_factors", "expert_kernels_on"):
+        elif each.name in ("factors", "prefill_factors", "expert_factors", "expert_kernels_on", "expert_host_on"):
             values[each.name] = table.numbers(each.name, {}, positive=True)
         elif each.name == "sources":
             values[each.name] = table.texts(each.name, {})

@@ -30,6 +30,8 @@ class SmallRates:
         cache_fraction: part that reading the cache in decode attention reaches.
         compute_fraction: part of the curve of products that a product inside a step keeps: between others, not alone.
         grouped_fraction: part that products of many experts in one kernel keep of that again.
+        grouped_half: what such products add to the half sizes ``n`` and ``k`` of the curve: tiles of narrow experts are
+            filled in part.
         join: exponent p of ``(memory^p + compute^p)^(1/p)``: large for a corner, 1 for the sum.
         widening: seconds of computing with 4-bit weights that are widened to 16 bits, over those of 16-bit weights.
         kernel_seconds: seconds of a kernel in a graph beside its work: start, end, and the gap to the next.
@@ -48,6 +50,7 @@ class SmallRates:
     cache_fraction: float = 0.7
     compute_fraction: float = 0.8
     grouped_fraction: float = 0.6
+    grouped_half: float = 0.0
     join: float = 3.0
     widening: float = 1.4
     kernel_seconds: float = 2e-6

@@ -58,6 +58,11 @@ def usable_memory() -> dict[str, float]:
     return usable
 
 
+def driver_bytes(device: Device) -> float:
+    """Return the bytes that the driver reports of a device; of an unknown one the data sheet's."""
+    return usable_memory().get(device.name, device.memory_bytes)
+
+
 def budget_of(cluster: Cluster, device: Device) -> Budget:
     """Return the memory budget of one device of a cluster under the cluster's software.
 

@@ -16,7 +16,7 @@ from autopar.inference.model_work import ModelWork
 from autopar.inference.records import BOTH, DECODE, PREFILL, Served, ServingLoad, Worker, WorkerLayout
 from autopar.inference.worker_layouts import ModelShape, layout_work, layouts_on
 from autopar.inference.worker_memory import memory_of, most_requests
-from cost_models.serving.queueing import ServedTimes, serve
+from cost_models.serving.queueing import ServedTimes, engine_options, serve
 from cost_models.serving.step_price import StepSeconds, step_seconds
 from cost_models.serving.work import Prefill, StepBatch, StepWork
 from hardware_profiles import Cluster, Device
@@ -115,8 +115,7 @@ class LaidOut:
         load, engine = self.setting.load, self.setting.engine
         return serve(
             self.seconds, input_tokens=load.input_tokens, output_tokens=load.output_tokens,
-            prefix_tokens=load.prefix_tokens, in_flight=in_flight, tokens_per_step=self.setting.tokens_per_step,
-            mixes=engine.mixes, overhead_seconds=engine.first_token_seconds,
+            prefix_tokens=load.prefix_tokens, in_flight=in_flight, **engine_options(engine),
         )  # fmt: skip
 
 

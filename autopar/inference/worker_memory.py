@@ -6,7 +6,7 @@ from autopar.inference.records import ServingLoad, WorkerLayout, WorkerMemory
 from cost_models.serving.work import StepWork
 from hardware_profiles import Device
 from hardware_profiles.engines import Engine
-from hardware_profiles.usable_memory import CONTEXT_BYTES
+from hardware_profiles.usable_memory import CONTEXT_BYTES, driver_bytes
 
 CACHE_BLOCK = 16
 """Tokens of a block of the cache: a request has whole blocks."""
@@ -37,7 +37,7 @@ def memory_of(
     cache = requests * (tokens * work.cache_bytes_per_token / layout.context + work.window_cache_bytes)
     return WorkerMemory(
         work.weight_bytes, cache, workspace_bytes(work, layout, requests, tokens_per_step),
-        engine.memory_share * device.memory_bytes,
+        engine.memory_share * driver_bytes(device),
     )  # fmt: skip
 
 

@@ -76,7 +76,9 @@ def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Eng
     if batch.new_tokens <= engine.graph_requests:
         parts["launches"] = kernels * small.kernel_seconds
     else:
-        parts["launches"] = max(kernels * small.kernel_seconds, kernels * engine.launch_seconds - sum(parts.values()))
+        layers = sum(e.count for e in work.experts)
+        launched = kernels * engine.launch_seconds + layers * engine.expert_host_on.get(device.name, 0.0)
+        parts["launches"] = max(kernels * small.kernel_seconds, launched - sum(parts.values()))
     factor = engine.factor(device.name, bool(batch.prefills))
     parts = {name: factor * seconds for name, seconds in parts.items()}
     parts["host"] = engine.host_seconds + engine.request_seconds * batch.requests
@@ -117,8 +119,9 @@ def _experts(experts: Experts, batch: StepBatch, device: Device, engine: Engine)
     tokens = batch.new_tokens * experts.spread
     hit, pairs = experts_hit(experts, tokens), pairs_on_busiest(experts, tokens)
     rate = product_rate(device, experts.weights, experts.activations, grouped=True)
-    seconds = sum(product_seconds(rate, pairs, n, k, weights_read=hit) for n, k in experts.shapes)
-    return seconds * engine.expert_factor(experts.weights, device.name)
+    slow = engine.expert_factor(experts.weights, device.name)  # at reading weights, not at computing
+    rate = rate._replace(per_byte=rate.per_byte * slow)
+    return sum(product_seconds(rate, pairs, n, k, weights_read=hit) for n, k in experts.shapes)
 
 
 def _exchanges(

@@ -60,10 +60,12 @@ def _rate(device: Device, small: SmallRates, weights: str, activations: str, gro
     peak = peak_flops(device, dtype) * small.compute_fraction * (small.grouped_fraction if grouped else 1.0)
     reached = small.narrow_fraction if WIDTHS[weights] < 1 and not grouped else small.weight_fraction
     widened = small.widening if WIDTHS[weights] < 1 and WIDTHS[activations] > WIDTHS[weights] else 1.0
+    half = small.grouped_half if grouped else 0.0
     return ProductRate(
         widened / (peak * curve.fraction), widened / (peak * sustained_fraction(device)),
         1.0 / (device.memory_bytes_per_second * reached),
-        curve.half_m, curve.half_n, curve.half_k, curve.half_mn, WIDTHS[weights], WIDTHS[activations], small.join,
+        curve.half_m, curve.half_n + half, curve.half_k + half, curve.half_mn,
+        WIDTHS[weights], WIDTHS[activations], small.join,
     )  # fmt: skip
 
 

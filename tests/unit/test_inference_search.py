@@ -14,12 +14,15 @@ import autopar
 from autopar.cli import app
 from autopar.cli.common import UsageError
 from autopar.errors import ClusterError, InfeasibleError, PlanError
+from autopar.inference import search
 from autopar.inference.front import front
 from autopar.inference.layout_words import layout_in
 from autopar.inference.planning import check_load, plan_serving
 from autopar.inference.records import DECODE, PREFILL, ServingLoad
 from autopar.inference.worker_layouts import ModelShape, layouts_on
+from cost_models.serving.queueing import APART_SECONDS, engine_options, serve
 from hardware_profiles import load_cluster
+from hardware_profiles.engines import engine_named
 
 transformers = pytest.importorskip("transformers")
 CONFIG = {
@@ -113,6 +116,20 @@ def test_more_in_flight_takes_longer():
     assert few.served.token_seconds < many.served.token_seconds
     assert few.served.tokens_per_second_per_device < many.served.tokens_per_second_per_device
     assert few.workers[0].memory.cache < many.workers[0].memory.cache
+
+
+def test_a_worker_queues_as_its_engine_does(monkeypatch):
+    engine, seen = engine_named("vllm"), []
+    monkeypatch.setattr(search, "serve", lambda step, **given: seen.append(given) or serve(step, **given))
+    inputs = (), {"input_ids": torch.zeros(1, 32, dtype=torch.int64, device="meta")}
+    plan_serving(model(), load_cluster("dgx-h100"), inputs, LOAD, engine="vllm", devices=1, like=("tp=1,batch=8",))
+    assert engine.apart_seconds != APART_SECONDS
+    assert seen and all(given.items() >= engine_options(engine).items() for given in seen)
+
+
+def test_an_engine_takes_its_share_of_what_the_driver_reports():
+    memory = answer(like=("tp=1,batch=8",)).like[0].workers[0].memory
+    assert memory.limit == pytest.approx(0.9 * 79.1 * 2**30)
 
 
 def test_cost_follows_rate():
