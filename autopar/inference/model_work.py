@@ -283,6 +283,7 @@ class _Local:
             key_size, value_size = (self.graph.spec(ref).shape[-1] for ref in (call.query, call.value))
             heads = prod(self.graph.spec(call.query).shape[:-2])
             kept = [self.graph.spec(ref).n_elements // self.tokens for ref in call.kept]
+            expanded = (key_size, value_size) if call.latent else None
             if call.latent:
                 kv_heads, value_size = 1, max(kept)
                 key_size = sum(kept) - value_size
@@ -291,8 +292,9 @@ class _Local:
                 kv_heads = max(1, whole // self.mesh.n_devices)
             heads //= self.mesh.n_devices
             yield node.module, Attention(
-                heads, kv_heads, key_size, value_size, window, self.finder.formats.cache, True, self._times(node.module)
-            )
+                heads, kv_heads, key_size, value_size, window, self.finder.formats.cache, True,
+                self._times(node.module), expanded,
+            )  # fmt: skip
 
     def _experts(self) -> Iterator[tuple[str, Experts]]:
         for i in self.finder.experts:

@@ -183,6 +183,7 @@ def test_latent_attention():
     (attention,) = work.blocks.attentions
     assert (attention.heads, attention.kv_heads) == (4, 1)
     assert attention.key_size + attention.value_size == 64 + 16
+    assert attention.expanded == (16 + 32, 32)
     assert work.blocks.cache_bytes_per_token == 6 * 80 * 2
     (experts,) = work.experts
     assert experts.count == 5  # the first block is dense
