@@ -109,6 +109,7 @@ def run(
     """
     from autopar.frontends.models import load_model
     from autopar.inference.planning import plan_serving
+    from autopar.inference.records import DEFAULT_ENGINE
     from hardware_profiles import load_cluster
 
     _check_options(chosen, others)
@@ -124,7 +125,7 @@ def run(
         loaded = load_model(model)
     with progress("planning") as say:
         answer = plan_serving(
-            loaded.model, hardware, (loaded.args, loaded.kwargs), load, engine=chosen["engine"] or "vllm",
+            loaded.model, hardware, (loaded.args, loaded.kwargs), load, engine=chosen["engine"] or DEFAULT_ENGINE,
             precision=chosen["precision"] or "bf16", cache_precision=chosen["cache_precision"] or "bf16",
             devices=chosen["devices"], cost_per_hour=chosen["cost_per_hour"], like=like, named=model,
             cluster_name=cluster, say=say,

@@ -20,7 +20,7 @@ from autopar.inference.layout_words import layout_in
 from autopar.inference.model_work import ModelWork, WorkFinder
 from autopar.inference.number_formats import formats_of, note_on_formats
 from autopar.inference.product_facts import expert_matrices
-from autopar.inference.records import BOTH, Formats, ServingLoad, ServingPlan
+from autopar.inference.records import BOTH, DEFAULT_ENGINE, Formats, ServingLoad, ServingPlan
 from autopar.inference.search import LaidOut, SearchSetting, aggregated, at_count, disaggregated, in_words, worker_sizes
 from autopar.inference.weight_cuts import CutsImpossible, weight_cuts
 from autopar.inference.worker_layouts import ModelShape
@@ -53,7 +53,7 @@ class Answer:
 
 def plan_serving(  # noqa: PLR0913  (what a user may say)
     model: torch.nn.Module, cluster: Cluster, inputs: tuple[Sequence[Any], Mapping[str, Any]], load: ServingLoad, *,
-    engine: str = "autopar", precision: str = "bf16", cache_precision: str = "bf16", devices: int | None = None,
+    engine: str = DEFAULT_ENGINE, precision: str = "bf16", cache_precision: str = "bf16", devices: int | None = None,
     cost_per_hour: float | None = None, like: Sequence[str] = (), named: str = "", cluster_name: str = "",
     say: Callable[[str], None] = lambda _: None,
 ) -> Answer:  # fmt: skip

@@ -16,7 +16,7 @@ from autopar.inference.model_work import ModelWork
 from autopar.inference.records import BOTH, DECODE, PREFILL, Served, ServingLoad, Worker, WorkerLayout
 from autopar.inference.worker_layouts import ModelShape, layout_work, layouts_on
 from autopar.inference.worker_memory import memory_of, most_requests
-from cost_models.serving.queueing import ServedTimes, serve
+from cost_models.serving.queueing import ServedTimes, engine_options, serve
 from cost_models.serving.step_price import StepSeconds, step_seconds
 from cost_models.serving.work import Prefill, StepBatch, StepWork
 from hardware_profiles import Cluster, Device
@@ -26,6 +26,8 @@ IN_FLIGHT = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Requests in flight on an attention data rank that are tried, and the most that fit."""
 MOST_IN_FLIGHT = 1024
 PREFILL_BATCHES = (1, 2, 4, 8)
+ENOUGH = 2
+"""Numbers in flight that carry the requests that arrive: with more, no more are in flight."""
 UTILIZATION = 0.9
 """Part of its rate at which a prefill worker is used, so that its queue stays short."""
 
@@ -110,14 +112,29 @@ class LaidOut:
         )
         return Worker(self.phase, self.layout, replicas, requests * self.layout.attention_data, tokens, memory)
 
-    def times(self, in_flight: int) -> ServedTimes:
-        """Return the times of one attention data rank with so many requests in flight."""
-        load, engine = self.setting.load, self.setting.engine
-        return serve(
+    def times(self, in_flight: int, replicas: int = 1) -> ServedTimes:
+        """Return the times of one attention data rank with at most so many requests in flight.
+
+        Where the load says how many requests arrive and the replicas serve more when full, they are those of the
+        rank's share of the arrivals.
+        """
+        load = self.setting.load
+        full = self._times(in_flight, None)
+        if load.requests_per_second is None:
+            return full
+        share = load.requests_per_second / (replicas * self.layout.attention_data)
+        return self._times(in_flight, share) if share <= full.requests_per_second else full
+
+    def _times(self, in_flight: int, rate: float | None) -> ServedTimes:
+        load = self.setting.load
+        found = serve(
             self.seconds, input_tokens=load.input_tokens, output_tokens=load.output_tokens,
-            prefix_tokens=load.prefix_tokens, in_flight=in_flight, tokens_per_step=self.setting.tokens_per_step,
-            mixes=engine.mixes, overhead_seconds=engine.first_token_seconds,
+            prefix_tokens=load.prefix_tokens, in_flight=in_flight, requests_per_second=rate,
+            **engine_options(self.setting.engine),
         )  # fmt: skip
+        if rate is None:
+            return found
+        return replace(found, requests_per_second=rate, tokens_per_second=rate * load.output_tokens)
 
 
 def counts_up_to(most: int) -> list[int]:
@@ -139,10 +156,15 @@ def deployed(laid: LaidOut, replicas: int) -> Iterator[PricedDeployment]:
     if not laid.most:
         _note(setting, laid)
         return
+    carried = 0
     for n in counts_up_to(laid.most):
         found = at_count(laid, n, replicas)
         yield found
         load = setting.load
+        if load.requests_per_second is not None and found.served.requests_per_second >= load.requests_per_second:
+            carried += 1
+            if carried == ENOUGH:
+                break
         if load.token_seconds is not None and found.served.token_seconds > load.token_seconds:
             break
         if load.first_token_seconds is not None and found.served.first_token_seconds > 2 * load.first_token_seconds:
@@ -151,7 +173,7 @@ def deployed(laid: LaidOut, replicas: int) -> Iterator[PricedDeployment]:
 
 def at_count(laid: LaidOut, n: int, replicas: int) -> PricedDeployment:
     """Return a deployment with ``n`` requests in flight on every attention data rank."""
-    setting, layout, times = laid.setting, laid.layout, laid.times(n)
+    setting, layout, times = laid.setting, laid.layout, laid.times(n, replicas)
     devices = replicas * layout.devices
     ranks = replicas * layout.attention_data
     load = setting.load
@@ -300,6 +322,8 @@ def _best(found, key):  # type: ignore[no-untyped-def]
 
 
 MOST_WAYS = 24
+SETTLED = 3
+"""Times that requests in flight are found again from the seconds of a token."""
 
 
 def _combined(
@@ -317,6 +341,7 @@ def _combined(
     if best is None:
         return
     rate, x, y = best
+    rate = min(rate, load.requests_per_second or rate)
     work = p.laid.work
     prompt = load.input_tokens * work.cache_bytes_per_token + work.window_cache_bytes
     moved = transfer(prompt) if prompt else 0.0
@@ -325,6 +350,10 @@ def _combined(
     requests = max(1, round(d.requests * min(1.0, rate / (y * d.rate))))
     context = load.input_tokens + load.output_tokens / 2
     step = d.laid.price(StepBatch((), requests, context))
+    for _ in range(SETTLED if load.requests_per_second is not None else 0):  # fewer in flight are faster: still fewer
+        held = rate / (y * d.laid.layout.attention_data) * step.seconds * max(1, load.output_tokens - 1)
+        requests = max(1, min(requests, round(held)))
+        step = d.laid.price(StepBatch((), requests, context))
     first = p.seconds + queue + moved + step.seconds + setting.engine.first_token_seconds
     times = ServedTimes(first, step.seconds, rate * load.output_tokens, rate)
     devices = x * size_p + y * size_d

@@ -20,6 +20,7 @@ from autopar.inference.planning import check_load, plan_serving
 from autopar.inference.records import DECODE, PREFILL, ServingLoad
 from autopar.inference.worker_layouts import ModelShape, layouts_on
 from hardware_profiles import load_cluster
+from hardware_profiles.engines import engine_named
 
 transformers = pytest.importorskip("transformers")
 CONFIG = {
@@ -115,6 +116,29 @@ def test_more_in_flight_takes_longer():
     assert few.workers[0].memory.cache < many.workers[0].memory.cache
 
 
+def test_times_are_those_of_the_requests_that_arrive():
+    full = answer(devices=2).plan.served
+    calm, busy = (answer(ServingLoad(1000, 100, requests_per_second=part * full.requests_per_second), devices=2)
+                  for part in (0.1, 0.7))  # fmt: skip
+    for found, part in ((calm, 0.1), (busy, 0.7)):
+        served = found.plan.served
+        assert served.requests_per_second == pytest.approx(part * full.requests_per_second)
+        assert served.tokens_per_second_per_device == pytest.approx(100 * served.requests_per_second / 2)
+        assert found.plan.load.requests_per_second == pytest.approx(served.requests_per_second)
+    assert calm.plan.served.token_seconds < busy.plan.served.token_seconds < full.token_seconds
+    with pytest.raises(InfeasibleError, match=r"misses requests: .* of .* a second"):
+        answer(ServingLoad(1000, 100, requests_per_second=2 * full.requests_per_second), devices=2)
+
+
+def test_times_wait_as_an_engine_is_said_to():
+    found = answer(like=("tp=1,batch=1",)).like[0]
+    engine = engine_named("vllm")
+    assert engine.apart_seconds > 0.005
+    alone = found.served.first_token_seconds - engine.first_token_seconds - engine.apart_seconds
+    with_nothing = 1000 * 2 * 6.7e9 / load_cluster("dgx-h100").device(0).peak_flops["bfloat16"]
+    assert alone > 0.9 * with_nothing
+
+
 def test_cost_follows_rate():
     served = answer(cost_per_hour=3.6).plan.served
     assert served.cost_per_million_tokens == pytest.approx(3.6 / 3600 / served.tokens_per_second_per_device * 1e6)
@@ -145,6 +169,7 @@ def test_the_function():
     found = autopar.plan(model(), "dgx-h100", inputs, engine="vllm", like="tp=2,batch=4", **asked)
     (worker,) = found.workers
     assert (worker.layout.tensor, worker.requests, found.cluster) == (2, 4, "dgx-h100")
+    assert autopar.plan(model(), "dgx-h100", inputs, like="tp=2,batch=4", **asked) == found  # as the command's default
     for others, said in (
         ({"input_token": 1}, "has no argument input_token; did you mean 'input_tokens'"),
         ({"cost_per_hour": "1"}, "cost_per_hour is '1'; give a number"),
