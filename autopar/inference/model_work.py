@@ -231,7 +231,7 @@ class _Local:
             window_cache_bytes=windowed,
         )  # fmt: skip
         return ModelWork(
-            blocks, replace(parts[1], vocabulary=self._vocabulary()),
+            blocks, replace(parts[1], vocabulary=self._vocabulary(), exchanges=parts[1].exchanges + self._scores()),
             _counted(e for _, e, combines in exchanges if combines), _counted(e for _, e in experts),
             sum(self._bytes_of(name, None) for name in expert_names),
         )  # fmt: skip
@@ -394,6 +394,19 @@ class _Local:
             else:
                 windowed += each * a.window
         return full, windowed
+
+    def _scores(self) -> tuple[StepExchange, ...]:
+        """Return how scores of the next token, of which ranks have parts of the vocabulary, come to where one samples."""
+        local = self._vocabulary()
+        if not local:
+            return ()
+        head = [p.node for p in self.finder.products if p.rows == REQUESTS][-1]
+        whole = self.graph.nodes[head].out.shape[-1]
+        moved = {key.partition("#")[0] for key in self.plan.reshard_paths}
+        if local == whole or self.graph.nodes[head].name in moved:  # whole already, or exchanged as the cuts say
+            return ()
+        group = -(-whole // local)
+        return (StepExchange("all_gather", whole * FORMAT_BYTES[PLAIN], group, 1, 1, REQUESTS),)
 
     def _vocabulary(self) -> int:
         """Return the local entries of the scores of a token."""

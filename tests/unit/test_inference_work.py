@@ -178,6 +178,17 @@ def test_windows_and_biases():
     assert work.blocks.cache_bytes_per_token == 3 * 2 * 64 * 2
 
 
+def test_scores_of_parts_of_the_vocabulary_come_together():
+    for tensor in (1, 2):
+        once = work_of("llama", tensor).once
+        gathered = [e for e in once.exchanges if e.rows == REQUESTS]
+        whole = 512
+        assert bool(gathered) == (once.vocabulary < whole)
+        for each in gathered:
+            assert (each.kind, each.bytes_per_token, each.group) == ("all_gather", whole * 2, tensor)
+    assert gathered
+
+
 def test_latent_attention():
     work = work_of("deepseek", 2)
     (attention,) = work.blocks.attentions
