@@ -26,6 +26,8 @@ IN_FLIGHT = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Requests in flight on an attention data rank that are tried, and the most that fit."""
 MOST_IN_FLIGHT = 1024
 PREFILL_BATCHES = (1, 2, 4, 8)
+CLEARLY = 1.25
+"""Factor in every number by which one deployment clearly beats another, though times are known only roughly."""
 ENOUGH = 2
 """Numbers in flight that carry the requests that arrive: with more, no more are in flight."""
 UTILIZATION = 0.9
@@ -91,6 +93,12 @@ class LaidOut:
             self.work, self.layout, s.load, s.tokens_per_step, s.device, s.engine, prefill_only=self.phase == PREFILL
         ))  # fmt: skip
 
+    @cached_property
+    def prefill_seconds(self) -> float:
+        """Seconds of the prefill of one prompt by itself."""
+        load = self.setting.load
+        return _chunked(self, load.input_tokens - load.prefix_tokens, load.prefix_tokens, 1)
+
     def price(self, batch: StepBatch) -> StepSeconds:
         """Return the price of a step."""
         share = self.layout.context
@@ -144,20 +152,48 @@ def counts_up_to(most: int) -> list[int]:
 
 def aggregated(setting: SearchSetting, sizes: Sequence[int]) -> Iterator[PricedDeployment]:
     """Yield deployments of workers that prefill and decode, as many as the devices hold."""
-    for size in sizes:
-        for layout in layouts_on(setting.shape, size, setting.domain):
-            if layout.tensor in setting.works:
-                yield from deployed(LaidOut(setting, layout), setting.devices // size)
+    laid = [
+        LaidOut(setting, layout) for size in sizes for layout in layouts_on(setting.shape, size, setting.domain)
+        if layout.tensor in setting.works
+    ]  # fmt: skip
+    promising = near_the_front(laid)
+    for each, counts in promising:
+        yield from deployed(each, setting.devices // each.layout.devices, counts)
+    if not promising:
+        for each in laid:
+            _note(setting, each)
 
 
-def deployed(laid: LaidOut, replicas: int) -> Iterator[PricedDeployment]:
-    """Yield deployments of one layout, by requests in flight."""
+def near_the_front(laid: Sequence[LaidOut]) -> list[tuple[LaidOut, list[int]]]:
+    """Return the layouts and numbers in flight that may be the best of something, by few prices of each.
+
+    The loop of requests is followed for these alone. Those are left out that another one clearly beats, by
+    :data:`CLEARLY`, in seconds of a token, requests a second and seconds of a prefill.
+    """
+    rough = [(each, n, *_roughly(each, n)) for each in laid if each.most for n in counts_up_to(each.most)]
+    found: dict[int, tuple[LaidOut, list[int]]] = {}
+    for each, n, token, prefill, rate in rough:
+        if not any(token > CLEARLY * t and prefill > CLEARLY * p and rate * CLEARLY < r for _, _, t, p, r in rough):
+            found.setdefault(id(each), (each, []))[1].append(n)
+    return list(found.values())
+
+
+def _roughly(laid: LaidOut, n: int) -> tuple[float, float, float]:
+    """Return about the seconds of a token and of a prompt's prefill, and requests a second of all devices."""
+    load = laid.setting.load
+    steps = max(1, load.output_tokens - 1)
+    prefill = laid.prefill_seconds
+    decode = laid.seconds(StepBatch((), n, load.input_tokens + load.output_tokens / 2))
+    whole = n * prefill + steps * decode
+    ranks = laid.setting.devices // laid.layout.devices * laid.layout.attention_data
+    return whole / steps, prefill, n * ranks / whole
+
+
+def deployed(laid: LaidOut, replicas: int, counts: Sequence[int]) -> Iterator[PricedDeployment]:
+    """Yield deployments of one layout, by requests in flight on an attention data rank."""
     setting = laid.setting
-    if not laid.most:
-        _note(setting, laid)
-        return
     carried = 0
-    for n in counts_up_to(laid.most):
+    for n in counts:
         found = at_count(laid, n, replicas)
         yield found
         load = setting.load

@@ -14,6 +14,7 @@ import autopar
 from autopar.cli import app
 from autopar.cli.common import UsageError
 from autopar.errors import ClusterError, InfeasibleError, PlanError
+from autopar.inference import search
 from autopar.inference.front import front
 from autopar.inference.layout_words import layout_in
 from autopar.inference.planning import check_load, plan_serving
@@ -114,6 +115,17 @@ def test_more_in_flight_takes_longer():
     assert few.served.token_seconds < many.served.token_seconds
     assert few.served.tokens_per_second_per_device < many.served.tokens_per_second_per_device
     assert few.workers[0].memory.cache < many.workers[0].memory.cache
+
+
+def test_what_is_left_out_early_is_on_no_front(monkeypatch):
+    followed = []
+    times = search.LaidOut.times
+    monkeypatch.setattr(search.LaidOut, "times", lambda self, *n: followed.append(n) or times(self, *n))
+    quick, few = answer.__wrapped__(), len(followed)
+    monkeypatch.setattr(search, "CLEARLY", 1e9)
+    whole = answer.__wrapped__()
+    assert few < 0.8 * (len(followed) - few)
+    assert quick.front == whole.front and quick.ranked[:3] == whole.ranked[:3]
 
 
 def test_times_are_those_of_the_requests_that_arrive():
