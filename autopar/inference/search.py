@@ -79,6 +79,7 @@ class LaidOut:
     setting: SearchSetting
     layout: WorkerLayout
     phase: str = BOTH
+    _known: dict[StepBatch, float] = field(default_factory=dict, repr=False)
 
     @cached_property
     def work(self) -> StepWork:
@@ -108,8 +109,11 @@ class LaidOut:
         return step_seconds(self.work, batch, self.setting.cluster, self.setting.engine)
 
     def seconds(self, batch: StepBatch) -> float:
-        """Return the seconds of a step."""
-        return self.price(batch).seconds
+        """Return the seconds of a step, of which many are asked for again with other requests in flight."""
+        found = self._known.get(batch)
+        if found is None:
+            found = self._known[batch] = self.price(batch).seconds
+        return found
 
     def worker(self, replicas: int, requests: int, tokens_per_step: int | None = None) -> Worker:
         """Return the record; ``requests`` are those of an attention data rank."""
