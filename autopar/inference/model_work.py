@@ -396,7 +396,7 @@ class _Local:
         return full, windowed
 
     def _scores(self) -> tuple[StepExchange, ...]:
-        """Return how scores of the next token, of which ranks have parts of the vocabulary, come to where one samples."""
+        """Return how the scores of the next token come together, of which ranks have parts of the vocabulary."""
         local = self._vocabulary()
         if not local:
             return ()
