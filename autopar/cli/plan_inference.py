@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,7 @@ def run(
     """
     from autopar.frontends.models import load_model
     from autopar.inference.planning import plan_serving
+    from autopar.inference.records import DEFAULT_ENGINE
     from hardware_profiles import load_cluster
 
     _check_options(chosen, others)
@@ -125,7 +127,7 @@ def run(
         loaded = load_model(model)
     with progress("planning") as say:
         answer = plan_serving(
-            loaded.model, hardware, (loaded.args, loaded.kwargs), load, engine=chosen["engine"] or "vllm",
+            loaded.model, hardware, (loaded.args, loaded.kwargs), load, engine=chosen["engine"] or DEFAULT_ENGINE,
             precision=chosen["precision"] or "bf16", cache_precision=chosen["cache_precision"] or "bf16",
             devices=chosen["devices"], cost_per_hour=chosen["cost_per_hour"], like=like, named=model,
             cluster_name=cluster, say=say,
@@ -201,6 +203,17 @@ def _rate(text: str | None) -> float | None:
 
 # --- what is printed --------------------------------------------------------------------------------------------------
 
+COLUMNS = 80
+"""Most columns of what is printed."""
+
+
+def _print_wrapped(text: str, indent: str = "  ") -> None:
+    """Print a line, the rest of a long one below with two further spaces."""
+    print_lines(*textwrap.wrap(
+        text, COLUMNS, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False,
+        break_on_hyphens=False,
+    ))  # fmt: skip
+
 
 def show(answer: Answer, top: int, like: list[str]) -> None:
     """Print a plan, other layouts, and the front, at most 80 columns wide."""
@@ -213,9 +226,11 @@ def show(answer: Answer, top: int, like: list[str]) -> None:
     )  # fmt: skip
     for worker in plan.workers:
         memory = worker.memory
+        _print_wrapped(
+            f"{worker.replicas} x {worker.phase}: {_words(worker.layout)}, {worker.requests} requests in flight, "
+            f"steps of {worker.tokens_per_step:,}"
+        )
         print_lines(
-            f"  {worker.replicas} x {worker.phase}: {_words(worker.layout)}, {worker.requests} requests in flight, "
-            f"steps of {worker.tokens_per_step:,}",
             f"    memory {show_bytes(memory.total)} of {show_bytes(memory.limit)}: weights "
             f"{show_bytes(memory.weights)}, cache {show_bytes(memory.cache)}",
         )
@@ -224,26 +239,30 @@ def show(answer: Answer, top: int, like: list[str]) -> None:
         f"{show_seconds(served.token_seconds)}",
         f"  {served.requests_per_second:.3g} requests/s, {served.tokens_per_second_per_device:,.1f} tokens/s per "
         f"device, {served.tokens_per_second_per_user:,.1f} per user",
-        "  a step of full decodes: " + ", ".join(f"{k} {show_seconds(v)}" for k, v in served.parts.items() if v > 0),
-    )  # fmt: skip
+    )
+    _print_wrapped(_parts(served))
     if served.transfer_seconds:
         print_lines(f"  the cache of a prompt moves in {show_seconds(served.transfer_seconds)}")
     if served.cost_per_million_tokens is not None:
         print_lines(f"  {served.cost_per_million_tokens:.3g} per million output tokens")
     if served.binding:
-        print_lines(f"  binds: {served.binding}")
+        _print_wrapped(f"binds: {served.binding}")
     for words, each in zip(like, answer.like, strict=True):
         _table(f"as given, {words}", [each])
-        parts = ", ".join(f"{k} {show_seconds(v)}" for k, v in each.served.parts.items() if v > 0)
         memory = each.workers[0].memory
         fits = "fits" if memory.total <= memory.limit else "does not fit"
-        print_lines(f"    a step of full decodes: {parts}",
-                    f"    memory {show_bytes(memory.total)} of {show_bytes(memory.limit)}: {fits}")  # fmt: skip
+        _print_wrapped(_parts(each.served), "    ")
+        print_lines(f"    memory {show_bytes(memory.total)} of {show_bytes(memory.limit)}: {fits}")
     if top > 1:
         _table("layouts that keep the limits", answer.ranked[:top])
         _table("front: tokens/s per device against tokens/s per user", answer.front)
     for note in plan.notes:
-        print_lines(f"  note: {note}")
+        _print_wrapped(f"note: {note}")
+
+
+def _parts(served: Any) -> str:
+    """Return the seconds of a step of decodes by part, in words."""
+    return "a step of full decodes: " + ", ".join(f"{k} {show_seconds(v)}" for k, v in served.parts.items() if v > 0)
 
 
 def _words(layout: Any) -> str:
@@ -255,9 +274,12 @@ def _words(layout: Any) -> str:
 def _table(title: str, rows: Any) -> None:
     print_lines("", f"  {title}", f"    {'workers':<34}{'tok/s/dev':>10}{'tok/s/user':>11}{'TTFT':>9}{'TPOT':>9}")
     for each in rows:
-        served = each.served
+        served, name = each.served, _of(each)
+        if len(name) > 33:  # on a line of its own
+            print_lines(f"    {name}")
+            name = ""
         print_lines(
-            f"    {_of(each):<34}{served.tokens_per_second_per_device:>10,.1f}"
+            f"    {name:<34}{served.tokens_per_second_per_device:>10,.1f}"
             f"{served.tokens_per_second_per_user:>11,.1f}{show_seconds(served.first_token_seconds):>9}"
             f"{show_seconds(served.token_seconds):>9}"
         )

@@ -164,14 +164,17 @@ def _pruned(graph: Graph) -> Graph:
 def most_positions(forward: Forward) -> int | None:
     """Return the rows of the smallest table of positions, which are numbers that do not depend on the prompt.
 
-    None for a model that computes positions, as rotary embeddings do.
+    None for a model that computes positions, as rotary embeddings do. A table with fewer rows than the prompt has
+    tokens is none of positions: it tells kinds of tokens apart.
     """
     graph, found = forward.graph, []
     for _, node in graph.of_kind("op"):
         if node.target.startswith("aten.embedding.") and len(node.refs) == 2:
             table, numbers = node.refs
-            if numbers.node not in graph.from_inputs and graph.spec(numbers).shape[-1:] == (forward.tokens,):
-                found.append(graph.spec(table).shape[0])
+            rows = graph.spec(table).shape[0]
+            of_prompt = graph.spec(numbers).shape[-1:] == (forward.tokens,)
+            if numbers.node not in graph.from_inputs and of_prompt and rows >= forward.tokens:
+                found.append(rows)
     return min(found, default=None)
 
 

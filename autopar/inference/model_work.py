@@ -231,7 +231,7 @@ class _Local:
             window_cache_bytes=windowed,
         )  # fmt: skip
         return ModelWork(
-            blocks, replace(parts[1], vocabulary=self._vocabulary()),
+            blocks, replace(parts[1], vocabulary=self._vocabulary(), exchanges=parts[1].exchanges + self._scores()),
             _counted(e for _, e, combines in exchanges if combines), _counted(e for _, e in experts),
             sum(self._bytes_of(name, None) for name in expert_names),
         )  # fmt: skip
@@ -283,6 +283,7 @@ class _Local:
             key_size, value_size = (self.graph.spec(ref).shape[-1] for ref in (call.query, call.value))
             heads = prod(self.graph.spec(call.query).shape[:-2])
             kept = [self.graph.spec(ref).n_elements // self.tokens for ref in call.kept]
+            expanded = (key_size, value_size) if call.latent else None
             if call.latent:
                 kv_heads, value_size = 1, max(kept)
                 key_size = sum(kept) - value_size
@@ -291,8 +292,9 @@ class _Local:
                 kv_heads = max(1, whole // self.mesh.n_devices)
             heads //= self.mesh.n_devices
             yield node.module, Attention(
-                heads, kv_heads, key_size, value_size, window, self.finder.formats.cache, True, self._times(node.module)
-            )
+                heads, kv_heads, key_size, value_size, window, self.finder.formats.cache, True,
+                self._times(node.module), expanded,
+            )  # fmt: skip
 
     def _experts(self) -> Iterator[tuple[str, Experts]]:
         for i in self.finder.experts:
@@ -392,6 +394,19 @@ class _Local:
             else:
                 windowed += each * a.window
         return full, windowed
+
+    def _scores(self) -> tuple[StepExchange, ...]:
+        """Return how the scores of the next token come together, of which ranks have parts of the vocabulary."""
+        local = self._vocabulary()
+        if not local:
+            return ()
+        head = [p.node for p in self.finder.products if p.rows == REQUESTS][-1]
+        whole = self.graph.nodes[head].out.shape[-1]
+        moved = {key.partition("#")[0] for key in self.plan.reshard_paths}
+        if local == whole or self.graph.nodes[head].name in moved:  # whole already, or exchanged as the cuts say
+            return ()
+        group = -(-whole // local)
+        return (StepExchange("all_gather", whole * FORMAT_BYTES[PLAIN], group, 1, 1, REQUESTS),)
 
     def _vocabulary(self) -> int:
         """Return the local entries of the scores of a token."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -20,7 +20,7 @@ from autopar.inference.layout_words import layout_in
 from autopar.inference.model_work import ModelWork, WorkFinder
 from autopar.inference.number_formats import formats_of, note_on_formats
 from autopar.inference.product_facts import expert_matrices
-from autopar.inference.records import BOTH, Formats, ServingLoad, ServingPlan
+from autopar.inference.records import BOTH, DEFAULT_ENGINE, Formats, ServingLoad, ServingPlan
 from autopar.inference.search import LaidOut, SearchSetting, aggregated, at_count, disaggregated, in_words, worker_sizes
 from autopar.inference.weight_cuts import CutsImpossible, weight_cuts
 from autopar.inference.worker_layouts import ModelShape
@@ -53,7 +53,7 @@ class Answer:
 
 def plan_serving(  # noqa: PLR0913  (what a user may say)
     model: torch.nn.Module, cluster: Cluster, inputs: tuple[Sequence[Any], Mapping[str, Any]], load: ServingLoad, *,
-    engine: str = "autopar", precision: str = "bf16", cache_precision: str = "bf16", devices: int | None = None,
+    engine: str = DEFAULT_ENGINE, precision: str = "bf16", cache_precision: str = "bf16", devices: int | None = None,
     cost_per_hour: float | None = None, like: Sequence[str] = (), named: str = "", cluster_name: str = "",
     say: Callable[[str], None] = lambda _: None,
 ) -> Answer:  # fmt: skip
@@ -263,7 +263,24 @@ def _notes(
     if skipped:
         notes.append(f"{skipped} blocks do what others do, and were not traced")
     notes += [f"tp={tensor}: {why}" for tensor, why in refused.items()]
+    notes += _not_priced(setting)
     return [note for note in notes if note]
+
+
+def _not_priced(setting: SearchSetting) -> Iterator[str]:
+    """Yield what is not in the price of these requests."""
+    load = setting.load
+    longest = load.input_tokens + load.output_tokens
+    if longest > MOST_TOKENS_SEEN:
+        yield (
+            f"windows of attention are looked for in the first {MOST_TOKENS_SEEN:,} of {longest:,} tokens: a longer "
+            "window is priced as none"
+        )
+    attentions = next(iter(setting.works.values())).blocks.attentions
+    if load.prefix_tokens and any(a.expanded for a in attentions):
+        yield "the products that expand the latent cache of the prefix for a prefill are not in the price"
+    if load.requests_per_second is not None:
+        yield "requests are taken to arrive evenly; ones that come together wait longer for their first token"
 
 
 def _infeasible(setting: SearchSetting, found: Sequence[PricedDeployment]) -> InfeasibleError:

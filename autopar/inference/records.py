@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 """What a worker does: continuous batching of prefills and decodes, or one of the two (disaggregated)."""
 
+DEFAULT_ENGINE = "vllm"
+"""Engine whose steps are priced where none is named."""
+
 
 @dataclass(frozen=True)
 class ServingLoad:

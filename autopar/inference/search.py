@@ -26,6 +26,10 @@ IN_FLIGHT = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Requests in flight on an attention data rank that are tried, and the most that fit."""
 MOST_IN_FLIGHT = 1024
 PREFILL_BATCHES = (1, 2, 4, 8)
+CLEARLY = 1.25
+"""Factor in every number by which one deployment clearly beats another, though times are known only roughly."""
+ENOUGH = 2
+"""Numbers in flight that carry the requests that arrive: with more, no more are in flight."""
 UTILIZATION = 0.9
 """Part of its rate at which a prefill worker is used, so that its queue stays short."""
 
@@ -75,6 +79,7 @@ class LaidOut:
     setting: SearchSetting
     layout: WorkerLayout
     phase: str = BOTH
+    _known: dict[StepBatch, float] = field(default_factory=dict, repr=False)
 
     @cached_property
     def work(self) -> StepWork:
@@ -89,6 +94,12 @@ class LaidOut:
             self.work, self.layout, s.load, s.tokens_per_step, s.device, s.engine, prefill_only=self.phase == PREFILL
         ))  # fmt: skip
 
+    @cached_property
+    def prefill_seconds(self) -> float:
+        """Seconds of the prefill of one prompt by itself."""
+        load = self.setting.load
+        return _chunked(self, load.input_tokens - load.prefix_tokens, load.prefix_tokens, 1)
+
     def price(self, batch: StepBatch) -> StepSeconds:
         """Return the price of a step."""
         share = self.layout.context
@@ -98,8 +109,11 @@ class LaidOut:
         return step_seconds(self.work, batch, self.setting.cluster, self.setting.engine)
 
     def seconds(self, batch: StepBatch) -> float:
-        """Return the seconds of a step."""
-        return self.price(batch).seconds
+        """Return the seconds of a step, of which many are asked for again with other requests in flight."""
+        found = self._known.get(batch)
+        if found is None:
+            found = self._known[batch] = self.price(batch).seconds
+        return found
 
     def worker(self, replicas: int, requests: int, tokens_per_step: int | None = None) -> Worker:
         """Return the record; ``requests`` are those of an attention data rank."""
@@ -110,13 +124,29 @@ class LaidOut:
         )
         return Worker(self.phase, self.layout, replicas, requests * self.layout.attention_data, tokens, memory)
 
-    def times(self, in_flight: int) -> ServedTimes:
-        """Return the times of one attention data rank with so many requests in flight."""
-        load, engine = self.setting.load, self.setting.engine
-        return serve(
+    def times(self, in_flight: int, replicas: int = 1) -> ServedTimes:
+        """Return the times of one attention data rank with at most so many requests in flight.
+
+        Where the load says how many requests arrive and the replicas serve more when full, they are those of the
+        rank's share of the arrivals.
+        """
+        load = self.setting.load
+        full = self._times(in_flight, None)
+        if load.requests_per_second is None:
+            return full
+        share = load.requests_per_second / (replicas * self.layout.attention_data)
+        return self._times(in_flight, share) if share <= full.requests_per_second else full
+
+    def _times(self, in_flight: int, rate: float | None) -> ServedTimes:
+        load = self.setting.load
+        found = serve(
             self.seconds, input_tokens=load.input_tokens, output_tokens=load.output_tokens,
-            prefix_tokens=load.prefix_tokens, in_flight=in_flight, **engine_options(engine),
+            prefix_tokens=load.prefix_tokens, in_flight=in_flight, requests_per_second=rate,
+            **engine_options(self.setting.engine),
         )  # fmt: skip
+        if rate is None:
+            return found
+        return replace(found, requests_per_second=rate, tokens_per_second=rate * load.output_tokens)
 
 
 def counts_up_to(most: int) -> list[int]:
@@ -126,22 +156,55 @@ def counts_up_to(most: int) -> list[int]:
 
 def aggregated(setting: SearchSetting, sizes: Sequence[int]) -> Iterator[PricedDeployment]:
     """Yield deployments of workers that prefill and decode, as many as the devices hold."""
-    for size in sizes:
-        for layout in layouts_on(setting.shape, size, setting.domain):
-            if layout.tensor in setting.works:
-                yield from deployed(LaidOut(setting, layout), setting.devices // size)
+    laid = [
+        LaidOut(setting, layout) for size in sizes for layout in layouts_on(setting.shape, size, setting.domain)
+        if layout.tensor in setting.works
+    ]  # fmt: skip
+    promising = near_the_front(laid)
+    for each, counts in promising:
+        yield from deployed(each, setting.devices // each.layout.devices, counts)
+    if not promising:
+        for each in laid:
+            _note(setting, each)
 
 
-def deployed(laid: LaidOut, replicas: int) -> Iterator[PricedDeployment]:
-    """Yield deployments of one layout, by requests in flight."""
+def near_the_front(laid: Sequence[LaidOut]) -> list[tuple[LaidOut, list[int]]]:
+    """Return the layouts and numbers in flight that may be the best of something, by few prices of each.
+
+    The loop of requests is followed for these alone. Those are left out that another one clearly beats, by
+    :data:`CLEARLY`, in seconds of a token, requests a second and seconds of a prefill.
+    """
+    rough = [(each, n, *_roughly(each, n)) for each in laid if each.most for n in counts_up_to(each.most)]
+    found: dict[int, tuple[LaidOut, list[int]]] = {}
+    for each, n, token, prefill, rate in rough:
+        if not any(token > CLEARLY * t and prefill > CLEARLY * p and rate * CLEARLY < r for _, _, t, p, r in rough):
+            found.setdefault(id(each), (each, []))[1].append(n)
+    return list(found.values())
+
+
+def _roughly(laid: LaidOut, n: int) -> tuple[float, float, float]:
+    """Return about the seconds of a token and of a prompt's prefill, and requests a second of all devices."""
+    load = laid.setting.load
+    steps = max(1, load.output_tokens - 1)
+    prefill = laid.prefill_seconds
+    decode = laid.seconds(StepBatch((), n, load.input_tokens + load.output_tokens / 2))
+    whole = n * prefill + steps * decode
+    ranks = laid.setting.devices // laid.layout.devices * laid.layout.attention_data
+    return whole / steps, prefill, n * ranks / whole
+
+
+def deployed(laid: LaidOut, replicas: int, counts: Sequence[int]) -> Iterator[PricedDeployment]:
+    """Yield deployments of one layout, by requests in flight on an attention data rank."""
     setting = laid.setting
-    if not laid.most:
-        _note(setting, laid)
-        return
-    for n in counts_up_to(laid.most):
+    carried = 0
+    for n in counts:
         found = at_count(laid, n, replicas)
         yield found
         load = setting.load
+        if load.requests_per_second is not None and found.served.requests_per_second >= load.requests_per_second:
+            carried += 1
+            if carried == ENOUGH:
+                break
         if load.token_seconds is not None and found.served.token_seconds > load.token_seconds:
             break
         if load.first_token_seconds is not None and found.served.first_token_seconds > 2 * load.first_token_seconds:
@@ -150,7 +213,7 @@ def deployed(laid: LaidOut, replicas: int) -> Iterator[PricedDeployment]:
 
 def at_count(laid: LaidOut, n: int, replicas: int) -> PricedDeployment:
     """Return a deployment with ``n`` requests in flight on every attention data rank."""
-    setting, layout, times = laid.setting, laid.layout, laid.times(n)
+    setting, layout, times = laid.setting, laid.layout, laid.times(n, replicas)
     devices = replicas * layout.devices
     ranks = replicas * layout.attention_data
     load = setting.load
@@ -299,6 +362,8 @@ def _best(found, key):  # type: ignore[no-untyped-def]
 
 
 MOST_WAYS = 24
+SETTLED = 3
+"""Times that requests in flight are found again from the seconds of a token."""
 
 
 def _combined(
@@ -316,6 +381,7 @@ def _combined(
     if best is None:
         return
     rate, x, y = best
+    rate = min(rate, load.requests_per_second or rate)
     work = p.laid.work
     prompt = load.input_tokens * work.cache_bytes_per_token + work.window_cache_bytes
     moved = transfer(prompt) if prompt else 0.0
@@ -324,6 +390,10 @@ def _combined(
     requests = max(1, round(d.requests * min(1.0, rate / (y * d.rate))))
     context = load.input_tokens + load.output_tokens / 2
     step = d.laid.price(StepBatch((), requests, context))
+    for _ in range(SETTLED if load.requests_per_second is not None else 0):  # fewer in flight are faster: still fewer
+        held = rate / (y * d.laid.layout.attention_data) * step.seconds * max(1, load.output_tokens - 1)
+        requests = max(1, min(requests, round(held)))
+        step = d.laid.price(StepBatch((), requests, context))
     first = p.seconds + queue + moved + step.seconds + setting.engine.first_token_seconds
     times = ServedTimes(first, step.seconds, rate * load.output_tokens, rate)
     devices = x * size_p + y * size_d

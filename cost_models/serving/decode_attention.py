@@ -29,7 +29,7 @@ def decode_attention_seconds(device: Device, small: SmallRates, attention: Atten
     if attention.cache not in CACHE_WIDTHS:
         raise ValueError(f"unknown format '{attention.cache}' of a cache, known: {', '.join(CACHE_WIDTHS)}")
     n_bytes = batch.decodes * seen * attention.kv_heads * size * CACHE_WIDTHS[attention.cache]
-    flops = 2.0 * batch.decodes * seen * attention.heads * size
+    flops = 2.0 * batch.decodes * seen * attention.heads * attention.decode_width
     memory = n_bytes / (device.memory_bytes_per_second * small.cache_fraction)
     compute = flops / (device.peak_flops.get("bfloat16", device.peak_flops["float32"]) * DECODE_PEAK)
     return small.attention_seconds + max(memory, compute)
@@ -40,7 +40,7 @@ def prefill_attention_seconds(device: Device, attention: Attention, prefill: Pre
     seen = _seen(attention.window, prefill)
     if seen <= 0:
         return 0.0
-    size = (attention.key_size + attention.value_size) / 2
+    size = attention.prefill_width / 2
     curve = device.efficiency["attention"]
     peak = device.peak_flops.get("bfloat16", device.peak_flops["float32"])
     work = ((prefill.new + curve.half_m) * (seen + curve.half_n) + curve.half_mn) * (size + curve.half_k)

@@ -44,6 +44,9 @@ class Attention:
         cache: format of the cache: ``bf16`` or ``fp8``.
         cached: False where keys and values are no cache that grows (attention to an encoder's output).
         count: how often a step has it.
+        expanded: for latent attention, elements of a head's key and value as prefills compute with them; None for
+            other attention. Decodes compute with the cache: scores of all its elements, sums of the ``value_size`` of
+            them that values are made of.
     """
 
     heads: int
@@ -54,6 +57,17 @@ class Attention:
     cache: str
     cached: bool = True
     count: int = 1
+    expanded: tuple[int, int] | None = None
+
+    @property
+    def decode_width(self) -> int:
+        """Multiply-adds of a query's head with one earlier token in a decode."""
+        return self.key_size + self.value_size * (1 if self.expanded is None else 2)
+
+    @property
+    def prefill_width(self) -> int:
+        """Multiply-adds of a query's head with one earlier token in a prefill."""
+        return self.key_size + self.value_size if self.expanded is None else sum(self.expanded)
 
 
 @dataclass(frozen=True)

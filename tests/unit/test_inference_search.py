@@ -132,6 +132,40 @@ def test_an_engine_takes_its_share_of_what_the_driver_reports():
     assert memory.limit == pytest.approx(0.9 * 79.1 * 2**30)
 
 
+def test_what_is_left_out_early_is_on_no_front(monkeypatch):
+    followed = []
+    times = search.LaidOut.times
+    monkeypatch.setattr(search.LaidOut, "times", lambda self, *n: followed.append(n) or times(self, *n))
+    quick, few = answer.__wrapped__(), len(followed)
+    monkeypatch.setattr(search, "CLEARLY", 1e9)
+    whole = answer.__wrapped__()
+    assert few < len(followed) - few
+    assert quick.front == whole.front and quick.ranked[:3] == whole.ranked[:3]
+
+
+def test_times_are_those_of_the_requests_that_arrive():
+    full = answer(devices=2).plan.served
+    calm, busy = (answer(ServingLoad(1000, 100, requests_per_second=part * full.requests_per_second), devices=2)
+                  for part in (0.1, 0.7))  # fmt: skip
+    for found, part in ((calm, 0.1), (busy, 0.7)):
+        served = found.plan.served
+        assert served.requests_per_second == pytest.approx(part * full.requests_per_second)
+        assert served.tokens_per_second_per_device == pytest.approx(100 * served.requests_per_second / 2)
+        assert found.plan.load.requests_per_second == pytest.approx(served.requests_per_second)
+    assert calm.plan.served.token_seconds < busy.plan.served.token_seconds < full.token_seconds
+    with pytest.raises(InfeasibleError, match=r"misses requests: .* of .* a second"):
+        answer(ServingLoad(1000, 100, requests_per_second=2 * full.requests_per_second), devices=2)
+
+
+def test_times_wait_as_an_engine_is_said_to():
+    found = answer(like=("tp=1,batch=1",)).like[0]
+    engine = engine_named("vllm")
+    assert engine.apart_seconds > 0.005
+    alone = found.served.first_token_seconds - engine.first_token_seconds - engine.apart_seconds
+    with_nothing = 1000 * 2 * 6.7e9 / load_cluster("dgx-h100").device(0).peak_flops["bfloat16"]
+    assert alone > 0.9 * with_nothing
+
+
 def test_cost_follows_rate():
     served = answer(cost_per_hour=3.6).plan.served
     assert served.cost_per_million_tokens == pytest.approx(3.6 / 3600 / served.tokens_per_second_per_device * 1e6)
@@ -162,6 +196,7 @@ def test_the_function():
     found = autopar.plan(model(), "dgx-h100", inputs, engine="vllm", like="tp=2,batch=4", **asked)
     (worker,) = found.workers
     assert (worker.layout.tensor, worker.requests, found.cluster) == (2, 4, "dgx-h100")
+    assert autopar.plan(model(), "dgx-h100", inputs, like="tp=2,batch=4", **asked) == found  # as the command's default
     for others, said in (
         ({"input_token": 1}, "has no argument input_token; did you mean 'input_tokens'"),
         ({"cost_per_hour": "1"}, "cost_per_hour is '1'; give a number"),

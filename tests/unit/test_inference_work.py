@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.errors import PlanError
 from autopar.inference.attention_calls import attention_calls, seen_tokens
-from autopar.inference.forward_capture import captured_forward
+from autopar.inference.forward_capture import captured_forward, most_positions
 from autopar.inference.model_work import ModelWork, WorkFinder
 from autopar.inference.number_formats import formats_of
 from autopar.inference.planning import shape_of
@@ -178,11 +178,39 @@ def test_windows_and_biases():
     assert work.blocks.cache_bytes_per_token == 3 * 2 * 64 * 2
 
 
+class Kinds(nn.Module):
+    """Embeddings of tokens, of positions and of two kinds of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.kinds = nn.Embedding(64, 8), nn.Embedding(48, 8), nn.Embedding(2, 8)
+
+    def forward(self, ids):
+        places = torch.arange(ids.shape[1])[None]
+        return self.words(ids) + self.places(places) + self.kinds(torch.zeros_like(places))
+
+
+def test_a_table_of_two_kinds_is_none_of_positions():
+    assert most_positions(captured_forward(Kinds(), (torch.zeros(2, 32, dtype=torch.int64),), {})) == 48
+
+
+def test_scores_of_parts_of_the_vocabulary_come_together():
+    for tensor in (1, 2):
+        once = work_of("llama", tensor).once
+        gathered = [e for e in once.exchanges if e.rows == REQUESTS]
+        whole = 512
+        assert bool(gathered) == (once.vocabulary < whole)
+        for each in gathered:
+            assert (each.kind, each.bytes_per_token, each.group) == ("all_gather", whole * 2, tensor)
+    assert gathered
+
+
 def test_latent_attention():
     work = work_of("deepseek", 2)
     (attention,) = work.blocks.attentions
     assert (attention.heads, attention.kv_heads) == (4, 1)
     assert attention.key_size + attention.value_size == 64 + 16
+    assert attention.expanded == (16 + 32, 32)
     assert work.blocks.cache_bytes_per_token == 6 * 80 * 2
     (experts,) = work.experts
     assert experts.count == 5  # the first block is dense

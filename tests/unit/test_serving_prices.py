@@ -116,6 +116,17 @@ def test_latent_attention_of_many_heads_computes_longer_than_it_reads() -> None:
     assert many > 1.5 * few
 
 
+def test_latent_attention_scores_the_whole_cache_in_decodes_and_is_expanded_in_prefills() -> None:
+    layer = Attention(128, 1, 64, 512, None, "bf16", expanded=(192, 128))  # DeepSeek-V3
+    assert (layer.decode_width, layer.prefill_width) == (576 + 512, 192 + 128)
+    small, batch = small_rates_of(DEVICE), StepBatch((), 512, 8192.0)
+    seconds = decode_attention_seconds(DEVICE, small, layer, batch) - small.attention_seconds
+    assert seconds >= 2.0 * 512 * 8192 * 128 * (576 + 512) / DEVICE.peak_flops["bfloat16"]
+    wide, expanded = (prefill_attention_seconds(DEVICE, each, Prefill(8192))
+                      for each in (replace(layer, expanded=None), layer))  # fmt: skip
+    assert 0.5 < expanded / wide < 0.7  # 320 of 576
+
+
 def test_prefill_attention_grows_with_the_square_and_the_past() -> None:
     layer = Attention(32, 8, 128, 128, None, "bf16")
     short, long = (prefill_attention_seconds(DEVICE, layer, Prefill(new)) for new in (8192, 16384))
