@@ -418,3 +418,9 @@ def shapes_of(model: Any, rows: int, length: int, source: Mapping[str, torch.Ten
     _check_masks(model)
     source_length, source_size = (0, 0) if states is None else states.last_hidden_state.shape[1:]
     return CacheShapes(rows, length, layers, source_length, of_source.of_layers() or None, source_size)
+
+
+def counts_by_mask(model: torch.nn.Module) -> bool:
+    """Check for an embedding of positions that is told the mask."""
+    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding))
+    return any("attention_mask" in inspect.signature(one.forward).parameters for one in embeddings)

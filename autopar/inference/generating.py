@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 from autopar.errors import RunError
 from autopar.inference.cache_calls import CacheCalls, draw_alike
-from autopar.inference.cached_models import CacheShapes
+from autopar.inference.cached_models import CacheShapes, counts_by_mask
 from autopar.plans.plan import Plan
 
 MODES = (
@@ -33,6 +33,7 @@ CARRIED = {
     "decoder_position_ids", "past_key_values", "encoder_outputs", "use_cache", "return_dict", "logits_to_keep",
 }  # fmt: skip
 """Arguments of a call of ``forward`` that reach the programs."""
+TAKEN = "programs that generate take tokens, masks and positions alone; leave it out, or generate on one device"
 
 
 class HostLayer(StaticLayer):
@@ -178,6 +179,7 @@ class Generates(GenerationMixin):
         _refuse(kwargs.get("assistant_model") is not None, "assistant_model")
         _refuse(kwargs.get("custom_generate") is not None, "custom_generate")
         _refuse(kwargs.get("prompt_lookup_num_tokens") is not None, "prompt_lookup_num_tokens")
+        self._check_inputs(kwargs)
         if not kwargs.get("disable_compile", True):
             raise RunError("disable_compile=False: programs are compiled by parallelize(compile=True); leave it out")
         draw_alike(self.device)
@@ -187,6 +189,13 @@ class Generates(GenerationMixin):
             return of_model.generate(*args, **kwargs, disable_compile=True)
         finally:
             self.in_generate = False
+
+    def _check_inputs(self, given: Mapping[str, Any]) -> None:
+        """Refuse inputs that forward would refuse, before an encoder of images or sounds is run for them."""
+        source = {self.encoder_calls.main_input_name} if self.encoder_calls is not None else set()
+        read = {*inspect.signature(self.forward).parameters} - CARRIED - source  # type: ignore[attr-defined]
+        if other := sorted(name for name in read if isinstance(given.get(name), torch.Tensor)):
+            raise RunError(f"{', '.join(other)}: {TAKEN}")
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """Return what runs the encoder."""
@@ -250,13 +259,11 @@ class Generates(GenerationMixin):
         Raises:
             RunError: it has arguments that programs do not take.
         """
-        given = {name: value for name, value in call.items() if value is not None and value is not False}
+        left_out = (None, False, {})  # generate passes what images are encoded as even where there are none
+        given = {name: one for name, one in call.items() if isinstance(one, torch.Tensor) or one not in left_out}
         source = self._taken_source(given)
         if unknown := sorted(given.keys() - CARRIED):
-            raise RunError(
-                f"{', '.join(unknown)}: programs that generate take tokens, masks and positions alone; leave it out, "
-                "or generate on one device"
-            )
+            raise RunError(f"{', '.join(unknown)}: {TAKEN}")
         if (name := "input_ids" if self.encoder_calls is None else "decoder_input_ids") not in given:
             raise RunError(f"forward of {type(self).__name__} was called without {name}: pass the tokens")
         if source and "encoder_outputs" not in given:
@@ -387,12 +394,6 @@ def _signed(function: Any, other: Any) -> Any:
     return signed
 
 
-def _counts_by_mask(model: torch.nn.Module) -> bool:
-    """Check for an embedding of positions that is told the mask."""
-    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding))
-    return any("attention_mask" in inspect.signature(one.forward).parameters for one in embeddings)
-
-
 def sliding_layers(config: Any, layers: int) -> list[bool]:
     """Return of each layer whether it looks back a window alone."""
     known = list(DynamicCache(config=config.get_text_config(decoder=True)).is_sliding)
@@ -429,7 +430,7 @@ def generating(
         _put_back(shown, encoder)
         encoder_calls = EncoderCalls(encoder.get_submodule(encoder.path), calls, source)
     shown.__dict__.update(
-        calls=calls, shapes=shapes, encoder_calls=encoder_calls, counts_by_mask=_counts_by_mask(model),
+        calls=calls, shapes=shapes, encoder_calls=encoder_calls, counts_by_mask=counts_by_mask(model),
         sliding=sliding_layers(model.config, 1 + max([*shapes.layers, *(shapes.source_layers or {})])),
     )  # fmt: skip
     return shown

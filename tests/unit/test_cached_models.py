@@ -139,6 +139,26 @@ def test_forward_scores_with_an_encoder(make: Any) -> None:
         cached(decoder_input_ids=decoded)
 
 
+def test_images_are_refused_before_they_are_encoded() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
+        text_config=transformers.LlamaConfig(**SMALL, **OF_DECODER), image_token_index=VOCABULARY - 1,
+    )  # fmt: skip
+    model = transformers.LlavaForConditionalGeneration(config)
+    texts = {name: tensor.clamp(max=VOCABULARY - 2) for name, tensor in prompts().items()}
+    of = Generating(model, texts, {"input_ids": texts["input_ids"]})
+    cached, alone = ready(of)
+    assert torch.equal(of.tokens(cached, "greedy", 16), of.tokens(alone, "greedy", 16))
+    encoded: list[object] = []
+    model.get_image_features = lambda *_, **__: encoded.append(None)
+    cached.get_image_features = model.get_image_features
+    with pytest.raises(RunError, match=r"^pixel_values: programs that generate take tokens"):
+        cached.generate(**of.call, pixel_values=torch.zeros(ROWS, 3, 8, 8), max_new_tokens=4, pad_token_id=0)
+    assert not encoded
+
+
 def test_tokens_that_fill_up_do_not_count_where_the_model_says_so() -> None:
     torch.manual_seed(0)
     config = transformers.OPTConfig(
@@ -155,9 +175,9 @@ def test_tokens_that_fill_up_do_not_count_where_the_model_says_so() -> None:
 def test_an_encoder_that_is_asked_for_the_embeddings() -> None:
     torch.manual_seed(0)
     config = transformers.MarianConfig(
-        vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, pad_token_id=0,
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=128, init_std=0.3,
-        eos_token_id=None, decoder_start_token_id=2, forced_eos_token_id=None,
+        pad_token_id=0, eos_token_id=None, decoder_start_token_id=2, forced_eos_token_id=None,
     )  # fmt: skip
     of = Generating(transformers.MarianMTModel(config), prompts(padded=False), t5().example)
     cached, alone = ready(of)
@@ -221,7 +241,7 @@ def test_calls_that_programs_do_not_take_are_refused() -> None:
         cached(ids, labels=ids)
     with pytest.raises(RunError, match="without input_ids: pass the tokens"):
         cached(past_key_values=cached.new_cache())
-    with pytest.raises(RunError, match="attention_mask has 1 entries in each row, and 3 tokens in the cache with 1 new"):
+    with pytest.raises(RunError, match="attention_mask has 1 entries in each row, and 3 tokens in the cache"):
         cached(ids[:, :1], attention_mask=ids[:, :1], past_key_values=cached(ids).past_key_values)
     with pytest.raises(RunError, match=r"cannot be copied: .* crop\(\) it back"):
         copy.deepcopy(cached.new_cache())
