@@ -259,7 +259,7 @@ class Generates(GenerationMixin):
         Raises:
             RunError: it has arguments that programs do not take.
         """
-        left_out = (None, False, {})  # generate passes what images are encoded as even where there are none
+        left_out: tuple[Any, ...] = (None, False, {})  # generate passes a dict of encoded images, maybe empty
         given = {name: one for name, one in call.items() if isinstance(one, torch.Tensor) or one not in left_out}
         source = self._taken_source(given)
         if unknown := sorted(given.keys() - CARRIED):
