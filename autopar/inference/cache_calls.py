@@ -72,8 +72,9 @@ class CacheCalls:
         """
         if self.holder is not holder:
             raise RunError(
-                "this cache is not in the model any more: another call of generate has begun since, and a model on "
-                "ranks has one cache. Generate from the whole sequence, or go on with a cache before the next call"
+                "this cache is not in the model any more: another call of generate, or of forward without a cache, has "
+                "begun since, and a model on ranks has one cache. Generate from the whole sequence, or go on with a "
+                "cache before the next call"
             )
 
     def check_rows(self, rows: int) -> None:
@@ -95,8 +96,9 @@ class CacheCalls:
         positions: torch.Tensor | None,
         masks: Mapping[str, torch.Tensor],
         source: Mapping[str, torch.Tensor],
+        every: bool = False,
     ) -> torch.Tensor:
-        """Return the logits behind the last token of each row, ``[rows, 1, vocabulary]``.
+        """Return the logits behind the last token of each row, ``[rows, 1, vocabulary]``, or behind every one.
 
         Args:
             tokens: new tokens ``[rows, tokens]``.
@@ -104,19 +106,20 @@ class CacheCalls:
             positions: numbers of the tokens in their sequences ``[rows, tokens]``, or None.
             masks: ``mask`` and maybe ``window_mask``, of ``[rows, 1, tokens, length]``.
             source: ``source_states`` and ``source_mask`` of a model with an encoder, first dim rows.
+            every: gives ``[rows, tokens, vocabulary]``, by programs of their own.
         """
         rows, count = tokens.shape
         self.check_rows(rows)
         more = bucket_of(count, self.length - start) - count
         places = torch.arange(start, start + count + more, device=tokens.device).expand(rows, -1)
+        wanted = torch.arange(count + more, device=tokens.device) if every else torch.tensor([count - 1]).to(tokens)
         call = {
-            "tokens": _behind(tokens, more, 1), "places": places,
-            "last": torch.full((rows,), count - 1, device=tokens.device),
+            "tokens": _behind(tokens, more, 1), "places": places, "last": wanted.expand(rows, -1),
             **{name: _behind(visible(mask), more, 2) for name, mask in masks.items()}, **source,
         }  # fmt: skip
         if positions is not None:
             call["positions"] = _behind(positions, more, 1)
-        return self._called(call)[:rows]
+        return self._called(call)[:rows, : count if every else 1]
 
     def step(self, tokens: torch.Tensor, held: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Advance each sequence by tokens of its own, as an engine does, and return logits ``[rows, vocabulary]``.
@@ -155,7 +158,7 @@ class CacheCalls:
         mask = torch.arange(self.length, device=tokens.device) <= places[:, :, None]
         call = {
             "tokens": tokens, "places": places, "positions": places, "mask": mask[:, None],
-            "last": (counts - 1).clamp(min=0),
+            "last": (counts - 1).clamp(min=0)[:, None],
         }  # fmt: skip
         return self._called(call)[:, 0]
 

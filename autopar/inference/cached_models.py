@@ -164,6 +164,8 @@ class CachedModel(torch.nn.Module):
                 for what, size in (("keys", of.key_size), ("values", of.value_size)):
                     zeros = torch.zeros(shapes.rows, of.heads, length, size, dtype=of.dtype, device=device)
                     self.register_buffer(f"{prefix}{what}_{i}", zeros, persistent=False)
+        head = model.get_output_embeddings()  # asked now: some models look for it in the encoder, which is taken out
+        self.head_path = next(name for name, one in model.named_modules() if one is head)
         self.parts_read = tuple(inspect.signature(model.forward).parameters)
         self.n_layers = 1 + max([*shapes.layers, *(shapes.source_layers or {})])
 
@@ -178,12 +180,13 @@ class CachedModel(torch.nn.Module):
         source_states: torch.Tensor | None = None,
         source_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Advance all rows by some tokens, and return the logits behind the last one of each row.
+        """Advance all rows by some tokens, and return the logits behind those that are asked for.
 
         Args:
             tokens: new tokens, int64 ``[rows, tokens]``.
             places: where in the cache their keys and values go, int64 ``[rows, tokens]``.
-            last: number of the last new token of a row whose logits are wanted, int64 ``[rows]``.
+            last: numbers of the new tokens of a row whose logits are wanted, int64 ``[rows, kept]``: of most calls the
+                last one.
             positions: numbers of the tokens in their sequences, as the model counts them, int64 ``[rows, tokens]``.
             mask: what each new token attends to, bool or in the model's dtype, ``[rows, 1, tokens, length]``.
             window_mask: the same for layers that look back a window alone.
@@ -192,7 +195,7 @@ class CachedModel(torch.nn.Module):
             source_mask: what of the encoder's output is attended to, ``[rows, 1, 1, source_length]``.
 
         Returns:
-            Logits ``[rows, 1, vocabulary]``.
+            Logits ``[rows, kept, vocabulary]``.
         """
         encodes = bool(self.shapes.source_layers)
         call: dict[str, Any] = {"past_key_values": self._cache(places, source_states), "use_cache": True}
@@ -208,7 +211,7 @@ class CachedModel(torch.nn.Module):
             call["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
             if source_mask is not None:
                 call["attention_mask"] = source_mask.expand(-1, -1, tokens.shape[1], -1)
-        with _last_of(self.model.get_output_embeddings(), last):
+        with _last_of(self.model.get_submodule(self.head_path), last):
             return self.model(**call, return_dict=True).logits  # type: ignore[no-any-return]
 
     def _cache(self, places: torch.Tensor, source_states: torch.Tensor | None) -> Cache:
@@ -327,18 +330,48 @@ def _own_weights(encoder: torch.nn.Module, rest: torch.nn.Module) -> list[tuple[
 
 @contextlib.contextmanager
 def _last_of(head: torch.nn.Module, last: torch.Tensor) -> Iterator[None]:
-    """Let the head over the vocabulary compute one token of each row: a prompt has many times as many."""
+    """Let the head over the vocabulary compute the tokens asked for, ``[rows, kept]``: a prompt has many more."""
     whole = type(head).forward
 
     def of_last(states: torch.Tensor) -> torch.Tensor:
-        at = last[:, None, None].expand(-1, 1, states.shape[2])
-        return whole(head, states.gather(1, at) if states.shape[1] > 1 else states)  # type: ignore[no-any-return]
+        at = last[:, :, None].expand(-1, -1, states.shape[2])
+        return whole(head, states.gather(1, at) if states.shape[1] > last.shape[1] else states)  # type: ignore[no-any-return]
 
     head.forward = of_last  # type: ignore[method-assign]
     try:
         yield
     finally:
         del head.forward
+
+
+def _check_masks(model: Any) -> None:
+    """Refuse masks that would be wrong over a cache whose length stays.
+
+    Raises:
+        CaptureError: it says which ones.
+    """
+    kind = type(model).__name__
+    for name, one in model.named_buffers():
+        if one.dtype == torch.bool and one.ndim == 4 and one.shape[2] == one.shape[3] > 1:
+            raise CaptureError(
+                f"{kind} keeps masks of its own ({name}, {list(one.shape)}), of which it takes the last rows of a "
+                "cache that grows, and caches of programs have a fixed length: generate with it on one device"
+            )
+    kinds = {*(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())}
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        raise CaptureError(
+            f"{kind} has layers of {', '.join(sorted(other))}, and masks of programs are those of full_attention and "
+            "sliding_attention: generate with it on one device"
+        )
+
+
+def _seen(model: Any) -> dict[str, torch.Tensor]:
+    """Return the mask of one token, in the form in which programs have masks, and its position if one is taken."""
+    device = next(model.parameters()).device
+    call = {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        call["position_ids"] = torch.zeros(1, 1, dtype=torch.long, device=device)
+    return call
 
 
 def shapes_of(model: Any, rows: int, length: int, source: Mapping[str, torch.Tensor] | None = None) -> CacheShapes:
@@ -360,7 +393,7 @@ def shapes_of(model: Any, rows: int, length: int, source: Mapping[str, torch.Ten
     try:
         with torch.no_grad():
             if source is None:
-                model(input_ids=token, past_key_values=own, use_cache=True)
+                model(input_ids=token, past_key_values=own, use_cache=True, **_seen(model))
             else:
                 # A mask says nothing of shapes, and its values are asked for, which one on the meta device has not.
                 one = {name: tensor[:1].to(device) for name, tensor in source.items() if name != "attention_mask"}
@@ -371,8 +404,8 @@ def shapes_of(model: Any, rows: int, length: int, source: Mapping[str, torch.Ten
     except Exception as error:
         raise CaptureError(
             f"one token of {type(model).__name__} with a cache of keys and values failed ({type(error).__name__}: "
-            f"{error}): recurrent states, and caches of a class of the model's own, cannot be kept in buffers; "
-            "generate with it on one device"
+            f"{error}): recurrent states, caches of a class of the model's own, and biases made of the mask (ALiBi) "
+            "cannot be kept in programs; generate with it on one device"
         ) from error
     finally:
         model.train(training)
@@ -380,7 +413,14 @@ def shapes_of(model: Any, rows: int, length: int, source: Mapping[str, torch.Ten
     if not layers:
         raise CaptureError(
             f"{type(model).__name__} writes no keys and values into the cache that it is given: it keeps no cache, or "
-            "a recurrent state, which cannot be kept in buffers; generate with it on one device"
+            "a recurrent state, which cannot be kept in programs; generate with it on one device"
         )
+    _check_masks(model)
     source_length, source_size = (0, 0) if states is None else states.last_hidden_state.shape[1:]
     return CacheShapes(rows, length, layers, source_length, of_source.of_layers() or None, source_size)
+
+
+def counts_by_mask(model: torch.nn.Module) -> bool:
+    """Check for an embedding of positions that is told the mask."""
+    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding))
+    return any("attention_mask" in inspect.signature(one.forward).parameters for one in embeddings)

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 from autopar.errors import RunError
 from autopar.inference.cache_calls import CacheCalls, draw_alike
-from autopar.inference.cached_models import CacheShapes
+from autopar.inference.cached_models import CacheShapes, counts_by_mask
 from autopar.plans.plan import Plan
 
 MODES = (
@@ -33,6 +33,7 @@ CARRIED = {
     "decoder_position_ids", "past_key_values", "encoder_outputs", "use_cache", "return_dict", "logits_to_keep",
 }  # fmt: skip
 """Arguments of a call of ``forward`` that reach the programs."""
+TAKEN = "programs that generate take tokens, masks and positions alone; leave it out, or generate on one device"
 
 
 class HostLayer(StaticLayer):
@@ -74,6 +75,18 @@ class HostCache(Cache):
         """Move sequences, as beam search asks."""
         self.calls.check_holder(self)
         self.calls.permute(beam_idx)
+
+    def crop(self, max_length: int) -> None:
+        """Forget tokens at the end: all but so many, or, of a negative number, so many."""
+        held = self.held
+        held.count = max(0, min(held.count, max_length if max_length >= 0 else held.count + max_length))
+
+    def __deepcopy__(self, _: Any) -> Any:
+        """Refuse: the tensors are the model's, which has them once."""
+        raise RunError(
+            "a cache of a model on ranks is in its programs and cannot be copied: generate from the whole sequence, or "
+            "go on with the cache itself and crop() it back to the part that several texts share"
+        )
 
     def reset(self) -> None:
         """Refuse: a call of generate begins with an empty cache anyway."""
@@ -149,6 +162,10 @@ class Generates(GenerationMixin):
     shapes: CacheShapes
     encoder_calls: EncoderCalls | None
     sliding: list[bool]
+    counts_by_mask: bool
+    """Whether tokens that are filled up do not count, where a call says no positions: as in OPT."""
+    in_generate = False
+    """Whether it is generate that calls forward, and needs the logits of the last token alone."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the model does, on all ranks alike; see ``transformers``.
@@ -162,11 +179,23 @@ class Generates(GenerationMixin):
         _refuse(kwargs.get("assistant_model") is not None, "assistant_model")
         _refuse(kwargs.get("custom_generate") is not None, "custom_generate")
         _refuse(kwargs.get("prompt_lookup_num_tokens") is not None, "prompt_lookup_num_tokens")
+        self._check_inputs(kwargs)
         if not kwargs.get("disable_compile", True):
             raise RunError("disable_compile=False: programs are compiled by parallelize(compile=True); leave it out")
         draw_alike(self.device)
         of_model: Any = super()
-        return of_model.generate(*args, **kwargs, disable_compile=True)
+        self.in_generate = True
+        try:
+            return of_model.generate(*args, **kwargs, disable_compile=True)
+        finally:
+            self.in_generate = False
+
+    def _check_inputs(self, given: Mapping[str, Any]) -> None:
+        """Refuse inputs that forward would refuse, before an encoder of images or sounds is run for them."""
+        source = {self.encoder_calls.main_input_name} if self.encoder_calls is not None else set()
+        read = {*inspect.signature(self.forward).parameters} - CARRIED - source  # type: ignore[attr-defined]
+        if other := sorted(name for name in read if isinstance(given.get(name), torch.Tensor)):
+            raise RunError(f"{', '.join(other)}: {TAKEN}")
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """Return what runs the encoder."""
@@ -203,7 +232,11 @@ class Generates(GenerationMixin):
         _refuse(config.cache_implementation is not None, f"cache_implementation='{config.cache_implementation}'")
         _refuse(config.output_attentions, "output_attentions")
         _refuse(config.output_hidden_states, "output_hidden_states")
-        _refuse(config.use_cache is False, "use_cache=False")
+        if config.use_cache is False:
+            raise RunError(
+                "use_cache=False, as given or as in the model's generation_config, and a model on ranks generates from "
+                "its cache: pass use_cache=True, or generate on one device"
+            )
         self.calls.check_rows(max(config.num_beams, config.num_return_sequences) * batch_size)
         if max_cache_length > self.calls.length:
             raise RunError(
@@ -226,20 +259,31 @@ class Generates(GenerationMixin):
         Raises:
             RunError: it has arguments that programs do not take.
         """
-        given = {name: value for name, value in call.items() if value is not None and value is not False}
+        left_out: tuple[Any, ...] = (None, False, {})  # generate passes a dict of encoded images, maybe empty
+        given = {name: one for name, one in call.items() if isinstance(one, torch.Tensor) or one not in left_out}
+        source = self._taken_source(given)
         if unknown := sorted(given.keys() - CARRIED):
-            raise RunError(
-                f"{', '.join(unknown)}: programs that generate take tokens, masks and positions alone; leave it out, "
-                "or generate on one device"
-            )
-        cache = given.get("past_key_values")
+            raise RunError(f"{', '.join(unknown)}: {TAKEN}")
+        if (name := "input_ids" if self.encoder_calls is None else "decoder_input_ids") not in given:
+            raise RunError(f"forward of {type(self).__name__} was called without {name}: pass the tokens")
+        if source and "encoder_outputs" not in given:
+            given["encoder_outputs"] = self.encoder_calls(**source)  # type: ignore[misc]
+        if "past_key_values" not in given:
+            given["past_key_values"] = self.new_cache()
+        cache = given["past_key_values"]
         if not isinstance(own_part(cache), HostCache):
             raise RunError(
-                f"{type(self).__name__} was parallelized to generate, and its forward gives the logits of the last "
-                "token: call generate(), or pass past_key_values=model.new_cache(); for all logits, parallelize the "
-                "model without mode='inference'"
+                f"past_key_values is a {type(cache).__name__} with tensors of its own, and this model's cache is in "
+                "its programs: leave it out, or pass model.new_cache() or what the last call returned"
             )
         return self._advance_cache(given, own_part(cache))
+
+    def _taken_source(self, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Take an encoder's input out of the arguments of a call, and return it with its mask."""
+        if self.encoder_calls is None or self.encoder_calls.main_input_name not in given:
+            return {}
+        source = {self.encoder_calls.main_input_name: given.pop(self.encoder_calls.main_input_name)}
+        return source | {name: given[name] for name in ("attention_mask",) if name in given}
 
     def _advance_cache(self, given: dict[str, Any], own: HostCache) -> Any:
         calls = self.calls
@@ -253,15 +297,27 @@ class Generates(GenerationMixin):
             masks = {"mask": mask}
         rows, count = tokens.shape
         masks = {name: self._whole(one, rows, count, start) for name, one in masks.items()}
-        positions = self._positions(given.get(f"{prefix}position_ids"), rows, count, start)
+        numbers = given.get(f"{prefix}position_ids")
+        if numbers is None and self.counts_by_mask and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            numbers = (mask.long().cumsum(1) * mask.long() - 1)[:, start : start + count]
+        positions = self._positions(numbers, rows, count, start)
         source: dict[str, torch.Tensor] = {}
         if self.encoder_calls is not None:
+            if "encoder_outputs" not in given:
+                raise RunError(
+                    f"forward of {type(self).__name__} was called without {self.encoder_calls.main_input_name}: pass "
+                    "it, or encoder_outputs=model.get_encoder()(...)"
+                )
             states = given["encoder_outputs"][0]
             source["source_mask"] = self._source_mask(given.get("attention_mask"), states)
             if start == 0:
                 more = self.shapes.source_length - states.shape[1]
                 source["source_states"] = torch.nn.functional.pad(states, (0, 0, 0, more)) if more else states
-        logits = calls.advance(tokens, start, positions, masks, source)
+        keep = given.get("logits_to_keep", int(self.in_generate))
+        every = isinstance(keep, torch.Tensor) or keep != 1
+        logits = calls.advance(tokens, start, positions, masks, source, every)
+        if every:
+            logits = logits[:, keep if isinstance(keep, torch.Tensor) else slice(-keep, None)]
         own.held.count += count
         if self.encoder_calls is not None:
             return Seq2SeqLMOutput(logits=logits, past_key_values=given["past_key_values"])  # type: ignore[arg-type]
@@ -286,6 +342,11 @@ class Generates(GenerationMixin):
         every = torch.arange(self.calls.length, device=self.device)
         bits = (every <= torch.arange(start, start + count, device=self.device)[:, None]).expand(rows, 1, -1, -1)
         if mask is not None:
+            if mask.shape[1] not in (start + count, self.calls.length):  # generate itself may fill it up
+                raise RunError(
+                    f"attention_mask has {mask.shape[1]} entries in each row, and {start} tokens in the cache with "
+                    f"{count} new ones are {start + count}: pass one entry for each, or leave it out"
+                )
             bits = bits & torch.nn.functional.pad(mask.bool(), (0, self.calls.length - mask.shape[1]))[:, None, None]
         return self._as_added(bits)
 
@@ -369,7 +430,7 @@ def generating(
         _put_back(shown, encoder)
         encoder_calls = EncoderCalls(encoder.get_submodule(encoder.path), calls, source)
     shown.__dict__.update(
-        calls=calls, shapes=shapes, encoder_calls=encoder_calls,
+        calls=calls, shapes=shapes, encoder_calls=encoder_calls, counts_by_mask=counts_by_mask(model),
         sliding=sliding_layers(model.config, 1 + max([*shapes.layers, *(shapes.source_layers or {})])),
     )  # fmt: skip
     return shown

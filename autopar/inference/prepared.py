@@ -166,7 +166,7 @@ def one_token(module: Any, positions: bool, device: torch.device) -> dict[str, t
     source = torch.ones(shapes.rows, 1, 1, shapes.source_length, dtype=torch.bool, device=device)
     if config._attn_implementation == "eager":
         mask, source = (torch.zeros(one.shape, dtype=module.model.dtype, device=device) for one in (mask, source))
-    call = {"tokens": rows, "places": rows.clone(), "last": rows[:, 0].clone(), "mask": mask}
+    call = {"tokens": rows, "places": rows.clone(), "last": rows.clone(), "mask": mask}
     if has_windows(config):
         call["window_mask"] = mask.clone()
     if positions:

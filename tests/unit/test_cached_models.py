@@ -98,8 +98,103 @@ def test_a_text_goes_on_from_its_cache_until_another_begins() -> None:
     further = cached.generate(longer, past_key_values=first.past_key_values, max_new_tokens=8, **told)
     assert torch.equal(further.sequences, alone.generate(longer, max_new_tokens=8, **told).sequences)
     cached.generate(ids, max_new_tokens=2, **told)
-    with pytest.raises(RunError, match="another call of generate has begun since"):
+    with pytest.raises(RunError, match="another call of generate, or of forward without a cache, has begun"):
         cached.generate(further.sequences, past_key_values=further.past_key_values, max_new_tokens=2, **told)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_forward_scores_texts_and_goes_on_in_a_loop(make: Any) -> None:
+    of = make()
+    cached, alone = ready(of)
+    ids = of.call["input_ids"]
+    with torch.no_grad():
+        wanted = alone(ids).logits
+        torch.testing.assert_close(cached(ids).logits, wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(cached(ids, logits_to_keep=3).logits, wanted[:, -3:], atol=1e-4, rtol=1e-4)
+        at = torch.tensor([1, 4])
+        torch.testing.assert_close(cached(ids, logits_to_keep=at).logits, wanted[:, at], atol=1e-4, rtol=1e-4)
+        new, past, made = ids, None, []
+        for _ in range(8):
+            out = cached(new, past_key_values=past)
+            past, new = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            made.append(new)
+    whole = torch.ones_like(ids)
+    wanted = alone.generate(ids, attention_mask=whole, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(torch.cat([ids, *made], dim=1), wanted)
+
+
+@pytest.mark.parametrize("make", [t5, whisper])
+def test_forward_scores_with_an_encoder(make: Any) -> None:
+    of = make()
+    of.model.double()
+    sounds = of.call.get("input_features")
+    if sounds is not None:
+        of.call["input_features"] = of.example["input_features"] = sounds.double()
+    cached, alone = ready(of)
+    decoded = torch.randint(3, VOCABULARY, (ROWS, 5))
+    with torch.no_grad():
+        wanted = alone(**of.call, decoder_input_ids=decoded).logits
+        torch.testing.assert_close(cached(**of.call, decoder_input_ids=decoded).logits, wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(RunError, match="pass it, or encoder_outputs="):
+        cached(decoder_input_ids=decoded)
+
+
+def test_images_are_refused_before_they_are_encoded() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
+        text_config=transformers.LlamaConfig(**SMALL, **OF_DECODER), image_token_index=VOCABULARY - 1,
+    )  # fmt: skip
+    model = transformers.LlavaForConditionalGeneration(config)
+    texts = {name: tensor.clamp(max=VOCABULARY - 2) for name, tensor in prompts().items()}
+    of = Generating(model, texts, {"input_ids": texts["input_ids"]})
+    cached, alone = ready(of)
+    assert torch.equal(of.tokens(cached, "greedy", 16), of.tokens(alone, "greedy", 16))
+    encoded: list[object] = []
+    model.get_image_features = lambda *_, **__: encoded.append(None)
+    cached.get_image_features = model.get_image_features
+    with pytest.raises(RunError, match=r"^pixel_values: programs that generate take tokens"):
+        cached.generate(**of.call, pixel_values=torch.zeros(ROWS, 3, 8, 8), max_new_tokens=4, pad_token_id=0)
+    assert not encoded
+
+
+def test_tokens_that_fill_up_do_not_count_where_the_model_says_so() -> None:
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        **SMALL, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128,
+        word_embed_proj_dim=32, init_std=0.3, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.OPTForCausalLM(config)
+    cached, alone = ready(Generating(model, prompts(), {"input_ids": prompts()["input_ids"]}))
+    with torch.no_grad():
+        mine, wanted = cached(**prompts()).logits, alone(**prompts()).logits
+    torch.testing.assert_close(mine[:, -1], wanted[:, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_an_encoder_that_is_asked_for_the_embeddings() -> None:
+    torch.manual_seed(0)
+    config = transformers.MarianConfig(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=128, init_std=0.3,
+        pad_token_id=0, eos_token_id=None, decoder_start_token_id=2, forced_eos_token_id=None,
+    )  # fmt: skip
+    of = Generating(transformers.MarianMTModel(config), prompts(padded=False), t5().example)
+    cached, alone = ready(of)
+    assert torch.equal(of.tokens(cached, "greedy", 24), of.tokens(alone, "greedy", 24))
+
+
+def test_a_cache_forgets_tokens_at_its_end() -> None:
+    cached, alone = ready(llama())
+    ids = prompts(padded=False)["input_ids"]
+    told: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+    first = cached.generate(ids, **told)
+    for keep, held in ((-5, 11), (6, 6)):
+        first.past_key_values.crop(keep)
+        assert first.past_key_values.get_seq_length() == held
+    other = torch.cat([ids[:, :6], ids[:, :4]], dim=1)
+    further = cached.generate(other, past_key_values=first.past_key_values, **told)
+    assert torch.equal(further.sequences, alone.generate(other, **told).sequences)
 
 
 def test_rows_advance_each_at_a_place_of_its_own() -> None:
@@ -125,7 +220,7 @@ def test_rows_advance_each_at_a_place_of_its_own() -> None:
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions of generate"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states of generate"),
         ({"cache_implementation": "quantized"}, "cache_implementation='quantized' of generate"),
-        ({"use_cache": False}, "use_cache=False of generate"),
+        ({"use_cache": False}, "use_cache=False, as given .* pass use_cache=True"),
         ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens of generate"),
         ({"disable_compile": False}, "disable_compile=False"),
         ({"past_key_values": transformers.DynamicCache()}, "past_key_values is a DynamicCache with tensors of its own"),
@@ -141,8 +236,15 @@ def test_what_a_fixed_cache_cannot_do_is_refused(options: dict[str, Any], said: 
 
 def test_calls_that_programs_do_not_take_are_refused() -> None:
     cached, _ = ready(gpt2())
-    with pytest.raises(RunError, match="gives the logits of the last token: call generate"):
-        cached(torch.zeros(4, 3, dtype=torch.long))
+    ids = torch.zeros(4, 3, dtype=torch.long)
+    with pytest.raises(RunError, match="labels: programs that generate take tokens"):
+        cached(ids, labels=ids)
+    with pytest.raises(RunError, match="without input_ids: pass the tokens"):
+        cached(past_key_values=cached.new_cache())
+    with pytest.raises(RunError, match="attention_mask has 1 entries in each row, and 3 tokens in the cache"):
+        cached(ids[:, :1], attention_mask=ids[:, :1], past_key_values=cached(ids).past_key_values)
+    with pytest.raises(RunError, match=r"cannot be copied: .* crop\(\) it back"):
+        copy.deepcopy(cached.new_cache())
     with pytest.raises(RunError, match="inputs_embeds: programs that generate take tokens"):
         cached(inputs_embeds=torch.zeros(4, 3, 32), past_key_values=cached.new_cache())
     with pytest.raises(RunError, match=r"behind up to 95 in a cache of 96"):
@@ -156,13 +258,25 @@ def test_calls_that_programs_do_not_take_are_refused() -> None:
 
 def test_models_without_keys_and_values_are_refused() -> None:
     config = transformers.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(CaptureError, match="cannot be kept in buffers; generate with it on one device"):
+    with pytest.raises(CaptureError, match="cannot be kept in programs; generate with it on one device"):
         made_ready(transformers.MambaForCausalLM(config), torch.zeros(2, 4, dtype=torch.long), None, 32)
     sizes = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "shared_expert_intermediate_size": 16}
     sizes |= {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8, "num_hidden_layers": 4}
     mixed = transformers.Qwen3NextConfig(**{**SMALL, **OF_DECODER, **sizes})
     with pytest.raises(CaptureError, match="one token of Qwen3NextForCausalLM with a cache of keys and values failed"):
         made_ready(transformers.Qwen3NextForCausalLM(mixed), torch.zeros(2, 4, dtype=torch.long), None, 32)
+    few = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    bias = transformers.BloomForCausalLM(transformers.BloomConfig(**{**few, "n_head": 4, "n_layer": 1}))
+    with pytest.raises(CaptureError, match=r"BloomForCausalLM .* biases made of the mask \(ALiBi\)"):
+        made_ready(bias, torch.zeros(2, 4, dtype=torch.long), None, 32)
+    few = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_heads": 4, "num_layers": 2, "window_size": 8}
+    local = transformers.GPTNeoConfig(**few, attention_types=[[["global", "local"], 1]], max_position_embeddings=64)
+    with pytest.raises(CaptureError, match=r"GPTNeoForCausalLM keeps masks of its own .*\[1, 1, 64, 64\]"):
+        made_ready(transformers.GPTNeoForCausalLM(local), torch.zeros(2, 4, dtype=torch.long), None, 32)
+    chunks = llama()
+    chunks.model.config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(CaptureError, match="has layers of chunked_attention, and masks of programs"):
+        made_ready(chunks.model, chunks.example, None, 32)
     flex = gpt2()
     flex.model.config._attn_implementation = "flex_attention"
     with pytest.raises(CaptureError, match="'flex_attention', and its programs have masks that 'sdpa' and 'eager'"):
