@@ -19,11 +19,11 @@ from unittest import mock
 import torch
 import torch.fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from autopar.lower import collectives
 from autopar.rules.families.branch import branch
 from autopar.rules.function import Callee
+from autopar.torch_private import OpOverload, pytree
 
 aten = torch.ops.aten
 Tensors = Sequence[torch.Tensor]
@@ -173,7 +173,7 @@ def _divided(done: Adjoint, target: object) -> None:
     saved |= {x for x in wanted if x not in inside}
     done.forward = [n for n in computed if n in early]
     known = {*done.inputs, *done.outs, *done.arriving}
-    done.composite = isinstance(target, torch._ops.OpOverload) and saved <= known
+    done.composite = isinstance(target, OpOverload) and saved <= known
     if done.composite:
         done.forward = []
 

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.fx
 from adjoints import BRANCH, VIEWS, Adjoint, adjoint_of, is_opaque, opaque_backward, run_opaque
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from autopar.lower.collectives import state_step
 from autopar.lower.emit import used_shape
@@ -27,6 +25,7 @@ from autopar.lower.segments import make_again
 from autopar.plans.plan import StagePlan
 from autopar.rules.families.branch import branch
 from autopar.rules.lowering_helpers.local_shard import length_of
+from autopar.torch_private import FakeTensorMode, pytree
 from autopar.words.placements import path
 from autopar.words.shards import local_shape
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,21 +11,23 @@ import torch.fx
 from building import Step
 from passes import overlapped
 
+from autopar.torch_private import OpOverload
+
 Function = Callable[[list[Any]], tuple[Any, ...]]
 
 
 def fast(target: Any) -> Any:
     """Return the shortest way from Python to an operator: its overload without the checks of ``OpOverload``."""
-    return target._op if isinstance(target, torch._ops.OpOverload) else target
+    return target._op if isinstance(target, OpOverload) else target
 
 
-_BINDINGS = [torch, torch._C._nn, torch.Tensor]
+_BINDINGS = [torch, torch.nn.functional, torch.Tensor]
 
 
 def bound(node: torch.fx.Node) -> Any:
     """Return what calls a node's operator: torch's own binding, which parses arguments faster, where it takes them."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
         return fast(target)
     name = target._schema.name.split("::")[1]
     val = node.meta.get("val")
@@ -37,7 +40,7 @@ def bound(node: torch.fx.Node) -> Any:
         return fast(target)
     for home in _BINDINGS:
         found = getattr(home, name, None)
-        if found is None or getattr(found, "__module__", "") == "torch.functional":
+        if found is None or isinstance(found, types.FunctionType):  # one in Python is slower than the overload
             continue
         try:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -161,7 +164,7 @@ class Functions:
         nodes = [n for n in step.graph.nodes if n.op == "call_function"]
         needed = _needed([*step.grads.values(), *(x for x in step.results if isinstance(x, torch.fx.Node))])
         early = [
-            n for n in nodes if not n.meta["late"] and (n in needed or n.target.__class__ is not torch._ops.OpOverload)
+            n for n in nodes if not n.meta["late"] and (n in needed or n.target.__class__ is not OpOverload)
         ]
         late = overlapped([n for n in nodes if n.meta["late"] and n in needed])
         early = overlapped(early)

@@ -9,6 +9,8 @@ import torch
 import torch.fx
 from building import Step
 
+from autopar.torch_private import OpOverload
+
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
 
@@ -16,7 +18,7 @@ WAIT = c10d.wait_tensor.default
 def is_start(node: torch.fx.Node) -> bool:
     """Return whether a node begins a collective."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == c10d.name and target is not WAIT
+    return isinstance(target, OpOverload) and target.namespace == c10d.name and target is not WAIT
 
 
 def overlapped(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
@@ -162,7 +164,7 @@ def in_place(step: Step) -> int:
             second = node.args[1]
             same = isinstance(second, torch.fx.Node) and second is not first and "sum" in node.meta
             own = own and same and first.meta["val"].stride() == node.meta["val"].stride()
-        if own and isinstance(first.target, torch._ops.OpOverload) and first.target in _OWN:
+        if own and isinstance(first.target, OpOverload) and first.target in _OWN:
             node.target = into
             n += 1
     return n
