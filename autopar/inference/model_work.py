@@ -349,8 +349,8 @@ class _Local:
             if ref.node in self.finder.after_experts:
                 continue  # the rest of the way of their sum, which engines exchange once
             for kind, axes in kinds.items():
-                group = prod(self.mesh[axis][1] for axis in axes)
-                stride = prod(size for _, size in self.mesh[max(axes) + 1 :])
+                group = prod(self.mesh.size(axis) for axis in axes)
+                stride = self.mesh.inner(max(axes)).n_devices // self.mesh.size(max(axes))
                 yield node.module, StepExchange(kind, whole, group, stride, times, rows), False
 
     def _combines(self, ref: Ref) -> bool:

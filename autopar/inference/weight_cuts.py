@@ -88,7 +88,7 @@ def _of_experts(finder: WorkFinder, number: int, mesh: Mesh) -> dict[str, str]:
     assert rule is not None
     experts = rule.sizes.get("e", 1)
     if experts % mesh.n_devices == 0:
-        return {axis: "e" for axis, _ in mesh}
+        return dict.fromkeys(mesh.names, "e")
     return {}
 
 
