@@ -141,7 +141,7 @@ def test_a_plan_of_inference_says_so_and_has_nothing_of_training(tmp_path: Any) 
     with pytest.raises(PlanError, match="made for training, and mode is 'inference'"):
         autopar.parallelize(copy.deepcopy(model), 1, tokens_at, mode="inference", plan=of_training)
     frozen = copy.deepcopy(model).requires_grad_(False)
-    of_frozen: Plan = autopar.plan(frozen, "local-x1", tokens_at, mesh={"data": 1})
+    of_frozen: Plan = autopar.plan(frozen, "local-x1", prompt_of(WIDE, 1), mesh={"data": 1})  # one token decides
     pm = autopar.parallelize(copy.deepcopy(model), 1, tokens_at, mode="inference", plan=of_frozen)
     assert pm.plan.pins.mode == "inference"
 
