@@ -24,7 +24,7 @@ from autopar.errors import CaptureError
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer writes into its cache for one token.
+    """Sizes of the key and value that a layer writes into its cache for one token.
 
     Attributes:
         heads: key and value heads.
@@ -302,7 +302,7 @@ class EncoderModel(torch.nn.Module):
 
 
 class TakenOut(torch.nn.Module):
-    """What stands where the encoder was."""
+    """An empty module in the place of the encoder."""
 
 
 def _own_weights(encoder: torch.nn.Module, rest: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:

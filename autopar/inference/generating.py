@@ -53,14 +53,14 @@ class HostLayer(StaticLayer):
 
 
 class HeldTokens:
-    """How many tokens of each row a cache has."""
+    """Number of tokens of each row that a cache has."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 class HostCache(Cache):
-    """What ``generate`` hands from call to call.
+    """Cache that ``generate`` hands from call to call.
 
     Args:
         calls: where the tensors are.
@@ -153,7 +153,7 @@ class EncoderCalls:
 
 
 class Generates(GenerationMixin):
-    """What a model has in place of its own: a forward for ``generate``, and caches that are buffers of a module."""
+    """Base of a model that generates: a forward for ``generate``, and caches that are buffers of a module."""
 
     config: Any  # as the model's, which this is a base of
     device: torch.device
@@ -163,9 +163,9 @@ class Generates(GenerationMixin):
     encoder_calls: EncoderCalls | None
     sliding: list[bool]
     counts_by_mask: bool
-    """Whether tokens that are filled up do not count, where a call says no positions: as in OPT."""
+    """True where tokens that are filled up do not count in positions that a call leaves out: as in OPT."""
     in_generate = False
-    """Whether it is generate that calls forward, and needs the logits of the last token alone."""
+    """True while generate calls forward, which then gives the logits of the last token alone."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the model does, on all ranks alike; see ``transformers``.

@@ -1,4 +1,4 @@
-"""What ``parallelize(mode="inference")`` does beside spreading a model: caches become buffers, and it generates.
+"""Steps of ``parallelize(mode="inference")`` beside spreading a model: caches become buffers, and it generates.
 
 >>> model = autopar.parallelize(hf_model, 2, input_ids, mode="inference")          # input_ids: [rows, prompt]
 >>> tokens = model.generate(input_ids, attention_mask=mask, max_new_tokens=64)

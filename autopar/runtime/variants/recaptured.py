@@ -87,7 +87,7 @@ def take(pm: Any, new: Captured, replan: Replan | None, all_well: AllWell) -> No
         with all_well():
             planner = planner_for(reason, replan, "state_dict()")
         with all_well():  # rank 0's error is raised on all ranks
-            plan = planner(new, _stored(pm, new.graph))
+            plan = planner(new, _stored(pm, pm.stage.buffers, new.graph))
     with all_well():
         stage = pm.stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
         pm.run_stage(new, stage)
@@ -111,12 +111,14 @@ def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner
     return replan
 
 
-def _stored(pm: Any, graph: Graph) -> dict[str, str]:
+def _stored(pm: ParallelRun, buffers: Buffers, graph: Graph) -> dict[str, str]:
     """Return how the parameters are stored, as pins; none on one device, where nothing is placed.
 
     In inference also buffers that some program writes: what one has cached is where the other reads it.
 
     Args:
+        pm: the module.
+        buffers: those of the program that runs.
         graph: the graph that is to be planned. A parameter that the module has frozen since (an average of it, say)
             wants a gradient there, and the pin of a whole one says which of them does.
     """
@@ -129,7 +131,7 @@ def _stored(pm: Any, graph: Graph) -> dict[str, str]:
             pins[name] = ",".join(f"S{p.dim}" if isinstance(p, Shard) else whole for p in param.placements)
     if pm.inference:
         kept = pm.written | {*graph.written}
-        pins |= {name: state.text for name, (_, state) in pm.stage.buffers.items() if name in kept}
+        pins |= {name: state.text for name, (_, state) in buffers.items() if name in kept}
     return pins
 
 

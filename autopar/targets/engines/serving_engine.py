@@ -20,7 +20,7 @@ Quantization: TypeAlias = Mapping[tuple[str, str], str]
 
 @dataclass(frozen=True)
 class Deployment:
-    """What the files of an engine are written from.
+    """A serving plan with the facts of its cluster that files of engines need.
 
     Attributes:
         plan: the serving plan.
