@@ -6,11 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cost_models.serving.work import REQUESTS, Attention, Experts, MatrixProduct, RowWork, StepExchange, StepWork
+from cost_models.serving.work import (
+    FORMAT_BYTES,
+    REQUESTS,
+    Attention,
+    Experts,
+    MatrixProduct,
+    RowWork,
+    StepExchange,
+    StepWork,
+)
 
 DATA = Path(__file__).parent / "serving_data"
-WIDTHS = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125, "int4": 0.53125}
-"""Bytes of a weight with its scales."""
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -96,8 +103,8 @@ def _exchanges(
 
 
 def _weight_bytes(products: list[MatrixProduct], experts: tuple[Experts, ...], config: dict[str, Any]) -> float:
-    total = sum(p.count * p.n * p.k * WIDTHS[p.weights] for p in products)
-    total += sum(e.count * e.local * n * k * WIDTHS[e.weights] for e in experts for n, k in e.shapes)
+    total = sum(p.count * p.n * p.k * FORMAT_BYTES[p.weights] for p in products)
+    total += sum(e.count * e.local * n * k * FORMAT_BYTES[e.weights] for e in experts for n, k in e.shapes)
     return total + 2.0 * config["vocab_size"] * config["hidden_size"]
 
 

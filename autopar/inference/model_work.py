@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from autopar.inference.attention_calls import AttentionCall, attention_calls, rules_by_number
 from autopar.inference.forward_capture import Forward
-from autopar.inference.number_formats import FORMAT_BYTES
 from autopar.inference.product_facts import (
     StoredProduct,
     expert_matrices,
@@ -38,6 +37,7 @@ from autopar.words.graph import Node, Ref
 from autopar.words.placements import State, Step, whole_state
 from autopar.words.shards import local_shape
 from cost_models.serving.work import (
+    FORMAT_BYTES,
     REQUESTS,
     TOKENS,
     Attention,

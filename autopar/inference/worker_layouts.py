@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import TypeVar
 
 from autopar.inference.model_work import ModelWork
-from autopar.inference.number_formats import FORMAT_BYTES
 from autopar.inference.records import WorkerLayout
-from cost_models.serving.work import Experts, StepExchange, StepWork
+from cost_models.serving.work import FORMAT_BYTES, Attention, Experts, MatrixProduct, StepExchange, StepWork
+
+Counted = TypeVar("Counted", MatrixProduct, Attention, Experts, StepExchange)
+"""Work that a step has a number of times."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model allows: numbers that layouts must divide.
+    """Numbers of a model that layouts must divide.
 
     Attributes:
         heads: heads of queries, in every attention; their greatest common divisor.
@@ -22,7 +25,6 @@ class ModelShape:
         blocks: layers with attention.
         experts: routed experts of a layer; 0 for none.
         expert_features: features between the products of an expert.
-        causal: all attention is to earlier tokens.
     """
 
     heads: int
@@ -157,7 +159,7 @@ def _scaled(work: StepWork, share: float) -> StepWork:
     if share == 1.0:
         return work
 
-    def part(items):  # type: ignore[no-untyped-def]
+    def part(items: Iterable[Counted]) -> tuple[Counted, ...]:
         return tuple(replace(item, count=max(1, ceil(item.count * share - 1e-9))) for item in items)
 
     sends = tuple(e for e in work.exchanges if e.kind == "send")

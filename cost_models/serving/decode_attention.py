@@ -5,10 +5,10 @@ from __future__ import annotations
 from hardware_profiles import Device
 from hardware_profiles.small_rates import SmallRates
 
-from .work import Attention, Prefill, StepBatch
+from .work import FORMAT_BYTES, Attention, Prefill, StepBatch
 
-CACHE_WIDTHS = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
-"""Bytes of an element in the cache."""
+CACHES = ("bf16", "fp16", "fp8", "nvfp4")
+"""Formats of a cache."""
 DECODE_PEAK = 0.4
 """Part of the 16-bit peak that decode attention reaches where many heads share one key (latent attention)."""
 
@@ -26,9 +26,9 @@ def decode_attention_seconds(device: Device, small: SmallRates, attention: Atten
         return 0.0
     seen = batch.context if attention.window is None else min(batch.context, attention.window)
     size = attention.key_size + attention.value_size
-    if attention.cache not in CACHE_WIDTHS:
-        raise ValueError(f"unknown format '{attention.cache}' of a cache, known: {', '.join(CACHE_WIDTHS)}")
-    n_bytes = batch.decodes * seen * attention.kv_heads * size * CACHE_WIDTHS[attention.cache]
+    if attention.cache not in CACHES:
+        raise ValueError(f"unknown format '{attention.cache}' of a cache, known: {', '.join(CACHES)}")
+    n_bytes = batch.decodes * seen * attention.kv_heads * size * FORMAT_BYTES[attention.cache]
     flops = 2.0 * batch.decodes * seen * attention.heads * attention.decode_width
     memory = n_bytes / (device.memory_bytes_per_second * small.cache_fraction)
     compute = flops / (device.peak_flops.get("bfloat16", device.peak_flops["float32"]) * DECODE_PEAK)

@@ -17,8 +17,8 @@ from hardware_profiles.small_rates import SmallRates, small_rates_of
 from .decode_attention import decode_attention_seconds, prefill_attention_seconds
 from .expert_hits import experts_hit, pairs_on_busiest
 from .small_collectives import exchange_seconds
-from .thin_products import WIDTHS, product_rate, product_seconds
-from .work import TOKENS, Experts, Prefill, StepBatch, StepWork
+from .thin_products import product_rate, product_seconds
+from .work import FORMAT_BYTES, TOKENS, Experts, Prefill, StepBatch, StepWork
 
 ATTENTION_KERNELS = 2
 """Kernels of attention: the write to the cache, attention itself; the join of its parts is in its least seconds."""
@@ -40,10 +40,6 @@ class StepPrice:
 
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
-
-
-StepSeconds = StepPrice
-"""The same by another name."""
 
 
 def step_seconds(work: StepWork, batch: StepBatch, cluster: Cluster, engine: Engine) -> StepPrice:
@@ -156,7 +152,7 @@ def _kernels(work: StepWork, engine: Engine, device: Device) -> float:
     """Count the kernels of a step."""
     products = sum(p.count for p in work.products)
     between = sum(p.count for p in work.products if p.rows == TOKENS)
-    casts = sum(p.count for p in work.products if WIDTHS[p.activations] < 2) if not engine.fuses_casts else 0
+    casts = sum(p.count for p in work.products if FORMAT_BYTES[p.activations] < 2) if not engine.fuses_casts else 0
     rows = min(work.rows.kernels, between) if engine.fuses else work.rows.kernels
     attention = sum(a.count for a in work.attentions) * ATTENTION_KERNELS
     experts = sum(e.count for e in work.experts) * engine.expert_kernels_on.get(device.name, engine.expert_kernels)

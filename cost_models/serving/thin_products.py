@@ -16,8 +16,8 @@ from cost_models.operator_cost import peak_flops, sustained_fraction
 from hardware_profiles import Device
 from hardware_profiles.small_rates import SmallRates, small_rates_of
 
-WIDTHS = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125, "int4": 0.53125}
-"""Bytes of an element with its part of a scale: one byte for 16 in NVFP4, for 32 in MXFP4; two for 64 in int4."""
+from .work import FORMAT_BYTES
+
 DTYPES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "float8", "nvfp4": "float4", "mxfp4": "float4"}
 """Formats as the rates of a data sheet name them."""
 OUTPUT_BYTES = 2.0
@@ -49,7 +49,7 @@ def product_rate(device: Device, weights: str, activations: str, *, grouped: boo
 
 @lru_cache(maxsize=1024)
 def _rate(device: Device, small: SmallRates, weights: str, activations: str, grouped: bool) -> ProductRate:
-    for form, known in ((weights, WIDTHS), (activations, DTYPES)):
+    for form, known in ((weights, FORMAT_BYTES), (activations, DTYPES)):
         if form not in known:
             raise ValueError(f"unknown format '{form}' of a product, known: {', '.join(known)}")
     dtype = DTYPES[activations]
@@ -58,14 +58,14 @@ def _rate(device: Device, small: SmallRates, weights: str, activations: str, gro
     narrow = dtype.startswith(("float8", "float4"))
     curve = device.efficiency.get("matmul_float8" if narrow else "matmul", device.efficiency["matmul"])
     peak = peak_flops(device, dtype) * small.compute_fraction * (small.grouped_fraction if grouped else 1.0)
-    reached = small.narrow_fraction if WIDTHS[weights] < 1 and not grouped else small.weight_fraction
-    widened = small.widening if WIDTHS[weights] < 1 and WIDTHS[activations] > WIDTHS[weights] else 1.0
+    reached = small.narrow_fraction if FORMAT_BYTES[weights] < 1 and not grouped else small.weight_fraction
+    widened = small.widening if FORMAT_BYTES[weights] < 1 and FORMAT_BYTES[activations] > FORMAT_BYTES[weights] else 1.0
     half = small.grouped_half if grouped else 0.0
     return ProductRate(
         widened / (peak * curve.fraction), widened / (peak * sustained_fraction(device)),
         1.0 / (device.memory_bytes_per_second * reached),
         curve.half_m, curve.half_n + half, curve.half_k + half, curve.half_mn,
-        WIDTHS[weights], WIDTHS[activations], small.join,
+        FORMAT_BYTES[weights], FORMAT_BYTES[activations], small.join,
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 TOKENS, REQUESTS = "tokens", "requests"
 """Rows of a product: all new tokens of a step, or the last one of each request (the head over the vocabulary)."""
+FORMAT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125, "int4": 0.53125}
+"""Bytes of a stored number with its part of a scale: one byte for 16 in NVFP4, for 32 in MXFP4; two for 64 in int4."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one step of a worker's rank advances.
+    """Requests that one step of a worker's rank advances.
 
     Attributes:
         prefills: requests that are being prefilled.
