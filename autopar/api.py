@@ -27,14 +27,14 @@ from autopar.inference.prepared import made_ready
 from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether
 from autopar.parallelizing.call_examples import example_of, split_example, split_inputs
-from autopar.parallelizing.forward_only import INFERENCE, TRAINING, ready_for
+from autopar.parallelizing.forward_only import ready_for
 from autopar.parallelizing.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
 from autopar.planner import planning
 from autopar.planner.layouts.pricing import PricedLayouts
 from autopar.planner.planning import Outcome
 from autopar.plans.clusters import get_cluster, profile_of, reference
 from autopar.plans.plan import Plan
-from autopar.plans.plan_options import MOST_AXES, PLAN_OPTIONS, documented
+from autopar.plans.plan_options import INFERENCE, MOST_AXES, PLAN_OPTIONS, TRAINING, documented
 from autopar.plans.request import PlanRequest, request_of
 from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
@@ -130,7 +130,7 @@ def plan(
     profile: str | Path | None = None,
     input_rows: InputRows = None,
     like: str | None = None,
-    mode: str = "training",
+    mode: str = TRAINING,
     **serving: Any,
 ) -> Plan:
     """Plan a model on a cluster. Needs no process group and no accelerator.
@@ -170,7 +170,7 @@ def plan(
     """
     given = dict(locals())
     del given["mode"], given["serving"]
-    if mode != "training" or serving:
+    if mode != TRAINING or serving:
         return serving_plan(given, mode, serving)  # type: ignore[return-value]
     arguments.check(**given)
     if profile is not None:

@@ -14,7 +14,7 @@ import typer
 
 from autopar.cli.common import UsageError, print_json, print_lines, progress, show_bytes, show_seconds
 from autopar.cli.output_files import Force, OutputFile, OutputKind
-from autopar.plans.plan_options import PLAN_OPTIONS
+from autopar.plans.plan_options import INFERENCE, MODES, PLAN_OPTIONS, TRAINING
 
 if TYPE_CHECKING:
     from autopar.inference.front import PricedDeployment
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 SERVING_PLAN = OutputKind("a serving plan", re.compile(r'\s*\{.*"autopar-serving-plan"', re.DOTALL).match)
 PLOT = OutputKind("a plot of autopar", re.compile(r"<svg.*autopar", re.DOTALL).match)
-MODES = ("training", "inference")
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def with_serving_flags(command: Any) -> Any:
     """Add ``--mode`` and the options of serving to a command, which gets them among its other options."""
     signature = inspect.signature(command, eval_str=True)
     mode = Annotated[str, typer.Option("--mode", help="training, or inference: a deployment that serves requests.")]
-    added = [inspect.Parameter("mode", inspect.Parameter.KEYWORD_ONLY, default=MODES[0], annotation=mode)]
+    added = [inspect.Parameter("mode", inspect.Parameter.KEYWORD_ONLY, default=TRAINING, annotation=mode)]
     for flag in FLAGS:
         given: Any = flag.kind | None
         annotation = Annotated[given, typer.Option(f"--{flag.name}", help=flag.help)]
@@ -88,9 +87,9 @@ def requested(chosen: Mapping[str, Any]) -> bool:
     if mode not in MODES:
         raise UsageError(f"--mode is '{mode}'; give training or inference")
     given = [flag.name for flag in FLAGS if chosen[flag.parameter] is not None]
-    if mode == MODES[0] and given:
+    if mode == TRAINING and given:
         raise UsageError(f"--{given[0]} is for serving; add --mode inference, or leave it out")
-    return bool(mode == MODES[1])
+    return bool(mode == INFERENCE)
 
 
 def run(
@@ -227,7 +226,7 @@ def show(answer: Answer, top: int, like: list[str]) -> None:
     for worker in plan.workers:
         memory = worker.memory
         _print_wrapped(
-            f"{worker.replicas} x {worker.phase}: {_words(worker.layout)}, {worker.requests} requests in flight, "
+            f"{worker.replicas} x {worker.phase}: {worker.layout.words}, {worker.requests} requests in flight, "
             f"steps of {worker.tokens_per_step:,}"
         )
         print_lines(
@@ -265,12 +264,6 @@ def _parts(served: Any) -> str:
     return "a step of full decodes: " + ", ".join(f"{k} {show_seconds(v)}" for k, v in served.parts.items() if v > 0)
 
 
-def _words(layout: Any) -> str:
-    from autopar.inference.search import in_words
-
-    return in_words(layout)
-
-
 def _table(title: str, rows: Any) -> None:
     print_lines("", f"  {title}", f"    {'workers':<34}{'tok/s/dev':>10}{'tok/s/user':>11}{'TTFT':>9}{'TPOT':>9}")
     for each in rows:
@@ -287,7 +280,7 @@ def _table(title: str, rows: Any) -> None:
 
 def _of(each: PricedDeployment) -> str:
     """Return workers in few words: ``2 x tp=4 x32``, prefill and decode apart by a plus."""
-    return " + ".join(f"{w.replicas}x {_words(w.layout)} r{w.requests}" for w in each.workers)
+    return " + ".join(f"{w.replicas}x {w.layout.words} r{w.requests}" for w in each.workers)
 
 
 def facts(answer: Answer, top: int, like: list[str]) -> dict[str, Any]:
@@ -306,7 +299,7 @@ def _row(each: PricedDeployment) -> dict[str, Any]:
     served = each.served
     return {
         "workers": [
-            {"phase": w.phase, "layout": _words(w.layout), "replicas": w.replicas, "requests": w.requests,
+            {"phase": w.phase, "layout": w.layout.words, "replicas": w.replicas, "requests": w.requests,
              "memory_bytes": w.memory.total, "limit_bytes": w.memory.limit} for w in each.workers
         ],
         "devices": each.devices, "first_token_seconds": served.first_token_seconds,

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import ClusterError, PlanError, closest
-from autopar.inference.planning import plan_serving
 from autopar.inference.records import ServingLoad, ServingPlan
 from autopar.parallelizing.call_examples import example_of
 from autopar.plans.clusters import get_cluster, reference
+from autopar.plans.plan_options import MODES, TRAINING
 
 ARGUMENTS = {
     "input_tokens": int, "output_tokens": int, "prefix_tokens": int, "first_token_seconds": float,
@@ -34,12 +34,12 @@ def serving_plan(given: Mapping[str, Any], mode: str, serving: Mapping[str, Any]
     Raises:
         PlanError: an argument is not known, is missing, has another type or is for training alone.
     """
-    if mode not in ("training", "inference"):
+    if mode not in MODES:
         raise PlanError(f"mode is {mode!r}; give 'training' or 'inference'")
     for name, value in serving.items():
         if name not in ARGUMENTS:
             raise PlanError(f"plan has no argument {name}; {closest(name, {**ARGUMENTS, **given})}")
-        if mode == "training":
+        if mode == TRAINING:
             raise PlanError(f"{name} is for serving; add mode='inference', or leave it out")
         kind = ARGUMENTS[name]
         right = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
@@ -64,6 +64,8 @@ def _is_empty(value: object) -> bool:
 
 
 def _planned(given: Mapping[str, Any], serving: Mapping[str, Any]) -> ServingPlan:
+    from autopar.inference.planning import plan_serving  # scripts that train have no use for it
+
     lengths = ServingLoad.__dataclass_fields__
     load = ServingLoad(**{name: value for name, value in serving.items() if name in lengths})
     others = {name: value for name, value in serving.items() if name not in lengths}

@@ -14,6 +14,7 @@ import autopar.rules  # noqa: F401  (registers the rules)
 from autopar.capture import Captured, capture
 from autopar.errors import CaptureError, PlanError
 from autopar.inference.skipped_blocks import NotAlike, SkippedBlocks
+from autopar.parallelizing.forward_only import frozen
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph, Node, Ref
 
@@ -191,21 +192,14 @@ def _sizes(model: torch.nn.Module) -> set[int]:
 @contextlib.contextmanager
 def _as_served(model: torch.nn.Module) -> Iterator[None]:
     """Put a model into eval mode without gradients or a cache of its own in this scope."""
-    training = {m: m.training for m in model.modules()}
-    wanting = [p for p in model.parameters() if p.requires_grad]
     config: Any = getattr(model, "config", None)
     caches = getattr(config, "use_cache", None)
+    put_back = frozen(model)
     try:
-        model.eval()
-        for p in wanting:
-            p.requires_grad_(False)
         if caches:
             config.use_cache = False
         yield
     finally:
-        for m, mode in training.items():
-            m.training = mode
-        for p in wanting:
-            p.requires_grad_(True)
+        put_back()
         if caches:
             config.use_cache = caches

@@ -53,7 +53,7 @@ def _check(words: str, layout: WorkerLayout, shape: ModelShape, sizes: dict[str,
         raise PlanError(
             f"--like '{words}': ep * etp is {layout.expert * layout.expert_tensor}, and must be tp * dp * cp = {ranks}"
         )
-    if shape.experts % layout.expert if shape.experts else False:
+    if shape.experts and shape.experts % layout.expert:
         raise PlanError(f"--like '{words}': {shape.experts} experts do not divide over ep={layout.expert}")
     if shape.experts and shape.expert_features % layout.expert_tensor:
         raise PlanError(

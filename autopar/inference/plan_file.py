@@ -179,7 +179,7 @@ def _check_together(plan: ServingPlan, bad: FileErrors) -> None:
     load = plan.load
     if load.prefix_tokens > load.input_tokens:
         bad.add("load.prefix_tokens", f"got {load.prefix_tokens}; the prompt has {load.input_tokens} tokens, with it")
-    if plan.longest < load.input_tokens + load.output_tokens:
+    if plan.longest < load.longest:
         bad.add("longest", f"got {plan.longest}; prompt and answer are {load.input_tokens} + {load.output_tokens}")
 
 

@@ -21,9 +21,18 @@ from autopar.inference.model_work import ModelWork, WorkFinder
 from autopar.inference.number_formats import formats_of, note_on_formats
 from autopar.inference.product_facts import expert_matrices
 from autopar.inference.records import BOTH, DEFAULT_ENGINE, Formats, ServingLoad, ServingPlan
-from autopar.inference.search import LaidOut, SearchSetting, aggregated, at_count, disaggregated, in_words, worker_sizes
+from autopar.inference.search import (
+    LaidOut,
+    SearchSetting,
+    aggregated,
+    at_count,
+    disaggregated,
+    powers_of_two,
+    worker_sizes,
+)
 from autopar.inference.weight_cuts import CutsImpossible, weight_cuts
 from autopar.inference.worker_layouts import ModelShape
+from autopar.inference.worker_memory import limit_of
 from autopar.plans.plan import StagePlan
 from autopar.words.texts import show_bytes, show_seconds
 from cost_models.serving.work import REQUESTS
@@ -36,7 +45,7 @@ MOST_TOKENS_SEEN = 8192
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         plan: the deployment with most tokens/s per device under the limits.
@@ -104,7 +113,7 @@ def plan_serving(  # noqa: PLR0913  (what a user may say)
             raise _infeasible(setting, found)
     plan = ServingPlan(
         named or type(model).__name__, cluster_name or cluster.name, engine, load, formats, best[0].workers,
-        best[0].served, best[0].devices, load.input_tokens + load.output_tokens,
+        best[0].served, best[0].devices, load.longest,
         cuts_of_block(finder, plans[best[0].workers[-1].layout.tensor]), tuple(notes),
     )  # fmt: skip
     return Answer(plan, tuple(best), tuple(front(found)), given)
@@ -132,7 +141,7 @@ def check_load(load: ServingLoad) -> None:
 
 def _check_positions(model: torch.nn.Module, forward: Forward, load: ServingLoad) -> None:
     """Refuse requests that are longer than the model has positions."""
-    longest = load.input_tokens + load.output_tokens
+    longest = load.longest
     said = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     tables = most_positions(forward)
     most = min((n for n in (said, tables) if isinstance(n, int)), default=longest)
@@ -157,7 +166,7 @@ def _windows(
             "the model has no attention over earlier tokens, so no cache of keys and values: serving is planned for "
             "models that have; plan others without mode inference"
         )
-    longest = min(load.input_tokens + load.output_tokens, MOST_TOKENS_SEEN)
+    longest = min(load.longest, MOST_TOKENS_SEEN)
     long = captured_forward(model, *inputs, longest)
     found = attention_calls(long.graph)
     one = {(call.mask, call.causal): call for call in found}  # layers share masks, which are large
@@ -204,7 +213,7 @@ def _works(
     works: dict[int, ModelWork] = {}
     refused: dict[int, str] = {}
     most = min(devices, max(8, cluster.device(0).domain))
-    for tensor in [2**k for k in range(most.bit_length()) if 2**k <= most]:
+    for tensor in powers_of_two(most):
         try:
             plans[tensor] = weight_cuts(finder, cluster, tensor, shape.kv_heads)
             works[tensor] = finder.of(plans[tensor])
@@ -270,7 +279,7 @@ def _notes(
 def _not_priced(setting: SearchSetting) -> Iterator[str]:
     """Yield what is not in the price of these requests."""
     load = setting.load
-    longest = load.input_tokens + load.output_tokens
+    longest = load.longest
     if longest > MOST_TOKENS_SEEN:
         yield (
             f"windows of attention are looked for in the first {MOST_TOKENS_SEEN:,} of {longest:,} tokens: a longer "
@@ -288,10 +297,10 @@ def _infeasible(setting: SearchSetting, found: Sequence[PricedDeployment]) -> In
     load = setting.load
     if not found:
         total, words = setting.closest.get("memory", (0.0, "tp=1"))
-        limit = setting.engine.memory_share * setting.device.memory_bytes
+        limit = limit_of(setting.device, setting.engine)
         return InfeasibleError(
             f"no layout on {setting.devices} x {setting.device.name} holds one request of "
-            f"{load.input_tokens + load.output_tokens:,} tokens: the nearest, {words}, needs {show_bytes(total)} of "
+            f"{load.longest:,} tokens: the nearest, {words}, needs {show_bytes(total)} of "
             f"{show_bytes(limit)} per device; give more devices, narrower weights (--precision fp8) or shorter requests"
         )
 
@@ -308,7 +317,7 @@ def _infeasible(setting: SearchSetting, found: Sequence[PricedDeployment]) -> In
     said = "; ".join(missed(nearest.served, load))
     return InfeasibleError(
         f"no deployment on {setting.devices} x {setting.device.name} keeps the limits: the nearest, "
-        f"{in_words(worker.layout)} with {worker.requests} requests in flight, misses {said} "
+        f"{worker.layout.words} with {worker.requests} requests in flight, misses {said} "
         f"(time to the first token {show_seconds(nearest.served.first_token_seconds)}, per output token "
         f"{show_seconds(nearest.served.token_seconds)}); give more devices, narrower formats or wider limits"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
-"""What a worker does: continuous batching of prefills and decodes, or one of the two (disaggregated)."""
+"""Phases of a worker: continuous batching of prefills and decodes, or one of the two (disaggregated)."""
 
 DEFAULT_ENGINE = "vllm"
 """Engine whose steps are priced where none is named."""
@@ -31,6 +31,21 @@ class ServingLoad:
     token_seconds: float | None = None
     requests_per_second: float | None = None
 
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of a prompt that are not in the cache."""
+        return self.input_tokens - self.prefix_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a whole sequence, prompt and answer."""
+        return self.input_tokens + self.output_tokens
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens in the cache of a decoding request, in the mean over its answer."""
+        return self.input_tokens + self.output_tokens / 2
+
 
 @dataclass(frozen=True)
 class Formats:
@@ -43,7 +58,7 @@ class Formats:
 
 @dataclass(frozen=True)
 class WorkerLayout:
-    """How a model is laid out on the devices of one worker: ``tensor * attention_data * context * stages`` devices.
+    """Layout of a model on one worker, which has ``tensor * attention_data * context * stages`` devices.
 
     Attributes:
         tensor: tensor parallel ranks of attention and dense layers.
@@ -63,6 +78,15 @@ class WorkerLayout:
     expert: int = 1
     expert_tensor: int = 1
     kv_replicas: int = 1
+
+    @property
+    def words(self) -> str:
+        """The sizes above one in the words of ``--like``: ``tp=4,pp=2,ep=8``."""
+        parts = [
+            ("tp", self.tensor), ("pp", self.stages), ("dp", self.attention_data), ("cp", self.context),
+            ("ep", self.expert), ("etp", self.expert_tensor),
+        ]  # fmt: skip
+        return ",".join(f"{name}={size}" for name, size in parts if size > 1) or "tp=1"
 
     @property
     def devices(self) -> int:

@@ -7,9 +7,10 @@ holds, and up to where a limit is missed: times only grow with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 from autopar.inference.front import PricedDeployment, missed
 from autopar.inference.model_work import ModelWork
@@ -17,7 +18,7 @@ from autopar.inference.records import BOTH, DECODE, PREFILL, Served, ServingLoad
 from autopar.inference.worker_layouts import ModelShape, layout_work, layouts_on
 from autopar.inference.worker_memory import memory_of, most_requests
 from cost_models.serving.queueing import ServedTimes, engine_options, serve
-from cost_models.serving.step_price import StepSeconds, step_seconds
+from cost_models.serving.step_price import StepPrice, step_seconds
 from cost_models.serving.work import Prefill, StepBatch, StepWork
 from hardware_profiles import Cluster, Device
 from hardware_profiles.engines import Engine
@@ -36,7 +37,7 @@ UTILIZATION = 0.9
 
 @dataclass
 class SearchSetting:
-    """What a search is for.
+    """A search: the model's work, where it is to run, and what is to be served.
 
     Attributes:
         works: work by tensor parallel ranks.
@@ -98,9 +99,9 @@ class LaidOut:
     def prefill_seconds(self) -> float:
         """Seconds of the prefill of one prompt by itself."""
         load = self.setting.load
-        return _chunked(self, load.input_tokens - load.prefix_tokens, load.prefix_tokens, 1)
+        return _chunked(self, load.new_tokens, load.prefix_tokens, 1)
 
-    def price(self, batch: StepBatch) -> StepSeconds:
+    def price(self, batch: StepBatch) -> StepPrice:
         """Return the price of a step."""
         share = self.layout.context
         if share > 1:
@@ -187,7 +188,7 @@ def _roughly(laid: LaidOut, n: int) -> tuple[float, float, float]:
     load = laid.setting.load
     steps = max(1, load.output_tokens - 1)
     prefill = laid.prefill_seconds
-    decode = laid.seconds(StepBatch((), n, load.input_tokens + load.output_tokens / 2))
+    decode = laid.seconds(StepBatch((), n, load.mean_context))
     whole = n * prefill + steps * decode
     ranks = laid.setting.devices // laid.layout.devices * laid.layout.attention_data
     return whole / steps, prefill, n * ranks / whole
@@ -217,7 +218,7 @@ def at_count(laid: LaidOut, n: int, replicas: int) -> PricedDeployment:
     devices = replicas * layout.devices
     ranks = replicas * layout.attention_data
     load = setting.load
-    step = laid.price(StepBatch((), n, load.input_tokens + load.output_tokens / 2))
+    step = laid.price(StepBatch((), n, load.mean_context))
     served = _served(setting, times, ranks, step.parts, 0.0, "cache" if n == laid.most else "")
     return PricedDeployment((laid.worker(replicas, n),), devices, served)
 
@@ -245,21 +246,17 @@ def _note(setting: SearchSetting, laid: LaidOut) -> None:
     memory = laid.worker(1, 1).memory
     known = setting.closest.get("memory")
     if known is None or memory.total < known[0]:
-        setting.closest["memory"] = memory.total, in_words(laid.layout)
+        setting.closest["memory"] = memory.total, laid.layout.words
 
 
-def in_words(layout: WorkerLayout) -> str:
-    """Return a layout in people's words: ``tp=4,pp=2,ep=8``."""
-    parts = [
-        ("tp", layout.tensor), ("pp", layout.stages), ("dp", layout.attention_data), ("cp", layout.context),
-        ("ep", layout.expert), ("etp", layout.expert_tensor),
-    ]  # fmt: skip
-    return ",".join(f"{name}={size}" for name, size in parts if size > 1) or "tp=1"
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4, ... up to a number of at least 1."""
+    return [2**k for k in range(most.bit_length())]
 
 
 def worker_sizes(devices: int) -> list[int]:
     """Return the devices of one worker to try: powers of two, and all."""
-    return sorted({2**k for k in range(devices.bit_length()) if 2**k <= devices} | {devices})
+    return sorted({*powers_of_two(devices), devices})
 
 
 # --- prefill and decode apart -----------------------------------------------------------------------------------------
@@ -285,6 +282,9 @@ class _Decode:
     rate: float
 
 
+Way = TypeVar("Way", _Prefill, _Decode)
+
+
 def disaggregated(
     setting: SearchSetting, sizes: Sequence[int], transfer: Callable[[float], float]
 ) -> Iterator[PricedDeployment]:
@@ -305,8 +305,8 @@ def disaggregated(
 
 
 def _prefills(setting: SearchSetting, sizes: Sequence[int]) -> list[_Prefill]:
-    load, found = setting.load, []
-    new = load.input_tokens - load.prefix_tokens
+    load, found = setting.load, list[_Prefill]()
+    new = load.new_tokens
     for size in sizes:
         if size >= setting.devices:
             continue
@@ -333,8 +333,8 @@ def _chunked(laid: LaidOut, new: int, past: int, batch: int) -> float:
 
 
 def _decodes(setting: SearchSetting, sizes: Sequence[int]) -> list[_Decode]:
-    load, found = setting.load, []
-    context = load.input_tokens + load.output_tokens / 2
+    load, found = setting.load, list[_Decode]()
+    context = load.mean_context
     for size in sizes:
         if size >= setting.devices:
             continue
@@ -351,9 +351,9 @@ def _decodes(setting: SearchSetting, sizes: Sequence[int]) -> list[_Decode]:
     return _best(found, lambda d: (d.seconds, d.rate / d.laid.layout.devices))
 
 
-def _best(found, key):  # type: ignore[no-untyped-def]
+def _best(found: Iterable[Way], key: Callable[[Way], tuple[float, float]]) -> list[Way]:
     """Return those that no other one beats in both seconds and rate, at most :data:`MOST_WAYS`, spread evenly."""
-    kept = []  # type: ignore[var-annotated]
+    kept: list[Way] = []
     for each in sorted(found, key=key):
         if not kept or key(each)[1] > key(kept[-1])[1]:
             kept.append(each)
@@ -388,7 +388,7 @@ def _combined(
     used = rate / (x * p.rate)
     queue = p.seconds * used / (2 * max(0.1, 1 - used)) if used < 1 else p.seconds  # of even arrivals in batches
     requests = max(1, round(d.requests * min(1.0, rate / (y * d.rate))))
-    context = load.input_tokens + load.output_tokens / 2
+    context = load.mean_context
     step = d.laid.price(StepBatch((), requests, context))
     for _ in range(SETTLED if load.requests_per_second is not None else 0):  # fewer in flight are faster: still fewer
         held = rate / (y * d.laid.layout.attention_data) * step.seconds * max(1, load.output_tokens - 1)

@@ -32,13 +32,18 @@ def memory_of(
         engine: whose share of the device it is.
         prefill_only: the worker keeps prompts alone.
     """
-    longest = load.input_tokens + (1 if prefill_only else load.output_tokens)
+    longest = load.input_tokens + 1 if prefill_only else load.longest
     tokens = -(-longest // CACHE_BLOCK) * CACHE_BLOCK
     cache = requests * (tokens * work.cache_bytes_per_token / layout.context + work.window_cache_bytes)
     return WorkerMemory(
         work.weight_bytes, cache, workspace_bytes(work, layout, requests, tokens_per_step),
-        engine.memory_share * driver_bytes(device),
+        limit_of(device, engine),
     )  # fmt: skip
+
+
+def limit_of(device: Device, engine: Engine) -> float:
+    """Return the bytes of a device that an engine takes: its share of what the driver reports."""
+    return engine.memory_share * driver_bytes(device)
 
 
 def workspace_bytes(work: StepWork, layout: WorkerLayout, requests: int, tokens_per_step: int) -> float:

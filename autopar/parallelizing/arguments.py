@@ -25,8 +25,9 @@ from autopar.capture.module_hooks import check_hooks
 from autopar.capture.tensor_layouts import check_not_packed
 from autopar.capture.untraceable_modules import check_modules
 from autopar.errors import AutoparError, CaptureError, MeshError
-from autopar.parallelizing.forward_only import INFERENCE, TRAINING, check_mode
+from autopar.parallelizing.forward_only import check_mode
 from autopar.plans.plan import Plan
+from autopar.plans.plan_options import MODES as PLAN_MODES
 from autopar.plans.plan_options import OPTIMIZERS, PLAN_OPTIONS, is_integer, is_number, is_table, optional
 from autopar.runtime.as_module.old_parameters import OldParameter
 from autopar.runtime.as_module.parallel_module import ParallelModule
@@ -72,7 +73,7 @@ _CHECKS: dict[str, _Check] = {
                     isinstance(size, (list, tuple)) and len(size) == 2 and all(is_integer(n) and n > 0 for n in size)
                     for size in v), "pairs (rows, length), such as [(8, 512), (1, 4096)]"),
     "random": (lambda v: isinstance(v, str) and v in MODES, "'sharded' or 'torch'"),
-    "mode": (lambda v: isinstance(v, str) and v in (TRAINING, INFERENCE), "'training' or 'inference'"),
+    "mode": (lambda v: isinstance(v, str) and v in PLAN_MODES, "'training' or 'inference'"),
     "cache_length": (optional(lambda v: is_integer(v) and v > 0), "a number of tokens, 1 or more"),
     "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
     "timeout": (lambda v: is_number(v) and 0 < v < math.inf, "seconds, more than 0"),

@@ -7,7 +7,7 @@ for a backward, parameters in pieces that are gathered for every step (unless th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,8 @@ import torch
 
 from autopar.errors import AutoparError, PlanError
 from autopar.planner.planning import Outcome
+from autopar.plans.plan_options import INFERENCE, TRAINING
 
-TRAINING, INFERENCE = MODES = "training", "inference"
-"""What a parallel module is for."""
 OF_TRAINING: Mapping[str, Any] = {
     "loss_fn": None, "targets": (), "gradient_dtype": None, "recompute": (), "microbatches": None,
 }  # fmt: skip
@@ -84,16 +83,26 @@ def ready_for(model: torch.nn.Module, mode: str) -> Iterator[None]:
     if not isinstance(mode, str) or mode != INFERENCE or not isinstance(model, torch.nn.Module):
         yield
         return
-    modes = [(module, module.training) for module in model.modules()]
-    wanting = [param for param in model.parameters() if param.requires_grad]
-    model.eval()
-    for param in wanting:
-        param.requires_grad_(False)
+    put_back = frozen(model)
     try:
         yield
     except BaseException:
+        put_back()
+        raise
+
+
+def frozen(model: torch.nn.Module) -> Callable[[], None]:
+    """Put a model into eval mode, let its parameters want no gradients, and return what puts it back."""
+    modes = [(module, module.training) for module in model.modules()]
+    wanting = [param for param in model.parameters() if param.requires_grad]
+
+    def put_back() -> None:
         for module, training in modes:
             module.training = training
         for param in wanting:
             param.requires_grad_(True)
-        raise
+
+    model.eval()
+    for param in wanting:
+        param.requires_grad_(False)
+    return put_back

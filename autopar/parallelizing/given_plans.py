@@ -11,9 +11,10 @@ import torch.distributed as dist
 from autopar import planfile
 from autopar.capture import Captured
 from autopar.errors import PlanError
-from autopar.parallelizing.forward_only import TRAINING, check_mode_of_plan, of_mode
+from autopar.parallelizing.forward_only import check_mode_of_plan, of_mode
 from autopar.planner.planning import Outcome
 from autopar.plans.plan import Plan
+from autopar.plans.plan_options import TRAINING
 from autopar.plans.request import PlanRequest
 from autopar.runtime.batches.local_batch_in_stages import parts_on
 from autopar.runtime.batches.runs import rows_of_microbatch

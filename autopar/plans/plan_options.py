@@ -24,6 +24,9 @@ from autopar.words.texts import show_bytes
 from hardware_profiles import COUNT_MARGIN, UNKNOWN_FRACTION
 from hardware_profiles.strict import MOST_COUNTED, Unreadable, parse_count, shortened
 
+TRAINING, INFERENCE = MODES = "training", "inference"
+"""Uses of a plan."""
+
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
 MOST_AXES = 3
 """Axes of the mesh shapes that are tried, at most, by default."""
