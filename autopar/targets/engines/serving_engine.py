@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from autopar.errors import PlanError
 from autopar.inference.records import DECODE, PREFILL, ServingPlan, Worker
 from hardware_profiles import Cluster
+from hardware_profiles.usable_memory import driver_bytes
 
 Settings: TypeAlias = dict[str, Any]
 """Options of an engine with their values, in the engine's own spelling: ``{"tensor-parallel-size": 8}``."""
@@ -24,7 +25,8 @@ class Deployment:
 
     Attributes:
         plan: the serving plan.
-        device_bytes: all memory of the smallest device that it uses.
+        device_bytes: memory of the smallest device that it uses, as its driver reports it, which
+            engines take a share of.
         per_node: devices of a machine.
     """
 
@@ -92,7 +94,7 @@ def deployment_of(plan: ServingPlan, cluster: Cluster) -> Deployment:
         raise PlanError(f"the plan uses {plan.devices} devices, and cluster {plan.cluster} has {cluster.n_devices}; "
                         "plan again for this cluster")  # fmt: skip
     used = range(plan.devices)
-    smallest = min(cluster.device(rank).memory_bytes for rank in used)
+    smallest = min(driver_bytes(cluster.device(rank)) for rank in used)
     counts = [sum(cluster.node_of[rank] == node for rank in range(cluster.n_devices))
               for node in {cluster.node_of[rank] for rank in used}]  # fmt: skip
     return Deployment(plan, smallest, min(counts))
