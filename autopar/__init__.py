@@ -72,15 +72,15 @@ if TYPE_CHECKING:
     from autopar.rules.function import function_rule
     from autopar.runtime.as_module.parallel_module import ParallelModule
     from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
-    from autopar.runtime.checkpoints.safetensors_folder import load_safetensors, save_safetensors
-    from autopar.runtime.checkpoints.saving import save
-    from autopar.runtime.checkpoints.sharded_checkpoint import Checkpoint
-    from autopar.runtime.optimizers.optimizer_state_dict import (
+    from autopar.runtime.checkpoints.optimizer_state_dict import (
         full_optimizer_state_dict,
         load_full_optimizer_state_dict,
     )
+    from autopar.runtime.checkpoints.safetensors_folder import load_safetensors, save_safetensors
+    from autopar.runtime.checkpoints.saving import save
+    from autopar.runtime.checkpoints.sharded_checkpoint import Checkpoint
+    from autopar.runtime.one_mesh.cuda_graphs import GraphedStep
     from autopar.runtime.ranks.launch import run_local
-    from autopar.runtime.stages.cuda_graphs import GraphedStep
     from autopar.words.precision import Precision
 
 __version__ = "0.2.0"
@@ -92,10 +92,10 @@ _WHERE = {
     "full_state_dict": "autopar.runtime.checkpoints.full_state_dict",
     "load_full_state_dict": "autopar.runtime.checkpoints.full_state_dict", "run_local": "autopar.runtime.ranks.launch",
     "function_rule": "autopar.rules.function", "Checkpoint": "autopar.runtime.checkpoints.sharded_checkpoint",
-    "GraphedStep": "autopar.runtime.stages.cuda_graphs", "Precision": "autopar.words.precision",
+    "GraphedStep": "autopar.runtime.one_mesh.cuda_graphs", "Precision": "autopar.words.precision",
     "save": "autopar.runtime.checkpoints.saving",
-    "full_optimizer_state_dict": "autopar.runtime.optimizers.optimizer_state_dict",
-    "load_full_optimizer_state_dict": "autopar.runtime.optimizers.optimizer_state_dict",
+    "full_optimizer_state_dict": "autopar.runtime.checkpoints.optimizer_state_dict",
+    "load_full_optimizer_state_dict": "autopar.runtime.checkpoints.optimizer_state_dict",
     "load_safetensors": "autopar.runtime.checkpoints.safetensors_folder",
     "save_safetensors": "autopar.runtime.checkpoints.safetensors_folder",
 }  # fmt: skip

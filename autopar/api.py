@@ -39,9 +39,9 @@ from autopar.plans.request import PlanRequest, request_of
 from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
 from autopar.rules.experts.expert_load import with_load
-from autopar.runtime.as_module.left_attributes import begin
 from autopar.runtime.as_module.parallel_module import ParallelModule, derive
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
+from autopar.runtime.one_mesh.left_attributes import begin
 from autopar.runtime.parameters.init import Init
 from autopar.runtime.ranks.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share
 from autopar.runtime.ranks.devices import check_own_gpus
@@ -556,7 +556,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             if compile is not False:
                 all_ranks.on_all(group, lambda: ParallelModule.compile(pm, **({} if compile is True else compile)))
             if move is not None:
-                move.to(run, group)
+                move.to(dict(run.named_parameters(remove_duplicate=False)), run.device, group)
         run.user.free(run.device)
         begin(run)
         return pm if ready is None else ready.finished(pm, encoder)

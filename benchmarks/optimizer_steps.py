@@ -1,5 +1,5 @@
 """The time of an optimizer's step on two gloo ranks: on a parallel module's parameters, on plain tensors of the same
-pieces, and through DTensor's dispatch alone, as it would be without ``autopar.runtime.optimizers.optimizer_steps``.
+pieces, and through DTensor's dispatch alone, as it would be without ``autopar.runtime.repairs.optimizer_steps``.
 
 All three are in the same processes and take turns step by step, so that what else the machine does hits all of them.
 CPU seconds of the rank, medians. ``python benchmarks/optimizer_steps.py [--runs 30] [--width 64] [--layers 24]``

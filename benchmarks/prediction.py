@@ -37,7 +37,7 @@ from autopar.planner.planning import in_stages
 from autopar.plans.request import request_of
 from autopar.profiling import document as profiles
 from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
-from autopar.runtime.pipelines.pipeline import pipelined
+from autopar.runtime.as_module.spreading import pipelined
 from hardware_profiles import load_cluster
 
 OUT = Path(__file__).parent.parent / "hardware_profiles" / "measured" / "prediction_local.json"

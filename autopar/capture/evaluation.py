@@ -3,7 +3,7 @@
 The graph of training is kept, with its names and shapes, so that every plan of it stays one: operators that are told
 whether they are in training (dropout, batch norm, recurrent layers) are told that they are not, and buffers stay as
 they are. Whether that is all that ``eval()`` changes is seen by capturing the model again in eval mode, on a copy
-without values; if it is not, eval mode is another program (:mod:`autopar.runtime.as_module.module_modes`).
+without values; if it is not, eval mode is another program (:mod:`autopar.runtime.variants.module_modes`).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class ParallelOnFirstCall(AsModel):
         if pm._autopar.leads is not None:
             raise AutoparError(_NO_STAGES)
         for move in moves[1:]:
-            move.to(pm._autopar, pm._autopar.ranks()[0])
+            move.to(dict(pm.named_parameters(remove_duplicate=False)), pm._autopar.device, pm._autopar.ranks()[0])
         self.now, self.is_parallel = pm, True
 
     # -- as the model

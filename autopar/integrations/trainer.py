@@ -23,9 +23,9 @@ from accelerate.state import AcceleratorState
 from autopar.integrations.accelerator import Accelerator
 from autopar.integrations.first_call import ParallelOnFirstCall
 from autopar.integrations.one_process import tell_ranks, without_launcher
-from autopar.runtime.as_module.run import run_of
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict
 from autopar.runtime.checkpoints.saving import save
+from autopar.runtime.variants.run import run_of
 from autopar.words.trees import PyTree
 
 _DEVICES = "_setup_devices"

@@ -19,13 +19,13 @@ from autopar.plans.clusters import check_mesh, get_cluster, reference
 from autopar.plans.detection import RankRecord, check_nodes, cluster_of_ranks, dumps, loads, record_here
 from autopar.plans.device_groups import check_within
 from autopar.plans.plan import Plan
-from autopar.runtime.one_mesh.executor import MeshRun
+from autopar.runtime.one_mesh.mesh_step import MeshRun
 from autopar.runtime.parameters.init import Init, MadeInTurn, MetaValues, is_meta
 from autopar.runtime.pipelines.pipeline import PipelineRun
 from autopar.runtime.ranks.agree import FirstRankValues, Meeting, Stopped, seeded_alike, share, together
 from autopar.runtime.ranks.groups import backend_for, backends
-from autopar.runtime.ranks.plan_groups import check_device_mesh, group_of_own, mesh_of_own
 from autopar.runtime.ranks.store_meeting import from_all
+from autopar.runtime.stages.plan_groups import check_device_mesh, group_of_own, mesh_of_own
 from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster, ProfileError
 

@@ -29,11 +29,11 @@ from autopar.parallelizing.forward_only import check_mode
 from autopar.plans.plan import Plan
 from autopar.plans.plan_options import MODES as PLAN_MODES
 from autopar.plans.plan_options import OPTIMIZERS, PLAN_OPTIONS, is_integer, is_number, is_table, optional
-from autopar.runtime.as_module.old_parameters import OldParameter
 from autopar.runtime.as_module.parallel_module import ParallelModule
 from autopar.runtime.as_module.submodules import place_of
-from autopar.runtime.as_module.user_module import names_in_parallel_models, written_class
 from autopar.runtime.optimizers.user_optimizers import Move, name_of
+from autopar.runtime.parameters.old_parameters import OldParameter
+from autopar.runtime.parameters.user_module import names_in_parallel_models, written_class
 from autopar.runtime.ranks.agree import together
 from autopar.runtime.ranks.devices import check_one_device
 from autopar.runtime.stages.seeds import MODES

@@ -32,8 +32,8 @@ from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block, option_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import options_of, why_not_cut
+from autopar.runtime.batches.module_calls import Batch
 from autopar.runtime.pipelines.pipeline_programs import ReplanStages
-from autopar.runtime.variants.module_calls import Batch
 from autopar.runtime.variants.program_cache import Compare, Replan
 from autopar.words.graph import Graph, Node
 from autopar.words.labels import matches, op_labels

@@ -17,7 +17,7 @@ from autopar.capture import capture
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.plans.transfer import Side, transfer
 from autopar.profiling.clock import Clock
-from autopar.runtime.pipelines.pipeline import pipelined
+from autopar.runtime.as_module.spreading import pipelined
 from autopar.runtime.pipelines.wires import Post, Wire
 from autopar.runtime.ranks.groups import channel, groups_for
 from autopar.words.graph import Spec

@@ -34,10 +34,10 @@ from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.random_plans import random_plan
 from autopar.plans.plan import Plan
 from autopar.rules.registry import rules_of
-from autopar.runtime.one_mesh.executor import on_mesh
-from autopar.runtime.parameters import gathering, registering
+from autopar.runtime.as_module.spreading import on_mesh
+from autopar.runtime.parameters import gathering
 from autopar.runtime.parameters.gathering import Unit
-from autopar.runtime.stages import stage
+from autopar.runtime.stages import registering, stage
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 

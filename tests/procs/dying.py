@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.runtime.gradients.step_gradients import Gradients
-from autopar.runtime.parameters.registering import Placing
 from autopar.runtime.ranks import presence, pulse
+from autopar.runtime.stages.registering import Placing
 from autopar.runtime.stages.stage import Stage
 
 CULPRIT = 1

@@ -28,10 +28,10 @@ from torch.optim import swa_utils
 import autopar
 from autopar.errors import CaptureError, RunError
 from autopar.runtime.batches.outputs import Unread
-from autopar.runtime.parameters import dtensor_fixes
-from autopar.runtime.parameters.redistribution import reduce_scatter_flat
 from autopar.runtime.pipelines.stage_in_flight import Flight
+from autopar.runtime.ranks.collectives import reduce_scatter_flat
 from autopar.runtime.ranks.failures import Failures
+from autopar.runtime.repairs import dtensor_fixes
 from autopar.runtime.stages.stage import Stage
 
 CASES: dict[str, Callable[[], None]] = {}

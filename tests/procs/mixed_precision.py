@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import autopar
 import autopar.words.precision
 from autopar.rules.families.sharded_random import bits_at
-from autopar.runtime.optimizers import rounded_steps
+from autopar.runtime.parameters import rounded_steps
 
 CUTS: dict[str, dict[str, Any]] = {
     "data": {"constraints": {"*up": {"data": "b"}}},

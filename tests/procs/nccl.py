@@ -30,7 +30,7 @@ from zoo import ZOO
 import autopar
 from autopar.capture import capture
 from autopar.errors import RunError
-from autopar.runtime.pipelines.pipeline import pipelined
+from autopar.runtime.as_module.spreading import pipelined
 from autopar.runtime.ranks import failures, presence
 from autopar.runtime.ranks.agree import share
 from autopar.runtime.ranks.groups import Groups, destroy_groups, group_of_members

@@ -26,10 +26,9 @@ from autopar.parallelizing.all_ranks import spread
 from autopar.profiling import transfers_and_collectives
 from autopar.profiling.document import MOST_BYTES, MOST_OPS, measure_rank
 from autopar.profiling.ops import passes_of
+from autopar.runtime.as_module.spreading import on_mesh, pipelined
 from autopar.runtime.gradients import gradient_reduction
-from autopar.runtime.one_mesh.executor import on_mesh
 from autopar.runtime.parameters import gathering
-from autopar.runtime.pipelines.pipeline import pipelined
 from autopar.runtime.ranks.groups import abort_groups
 from autopar.runtime.ranks.presence import alive
 from autopar.torch_private import default_store, no_dispatch_modes

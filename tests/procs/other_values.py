@@ -91,7 +91,7 @@ def scheduled(cut: str, compiled: bool = False) -> tuple[float, list[int], int]:
             counts.append(count.call_count)
     assert all(a is b for a, b in zip(parameters, pm.parameters(), strict=True))
     if pm._autopar.stage.compile_args is not None:
-        stages = [pm._autopar.stage, *(fields["stage"] for fields in pm._autopar.programs.kept)]
+        stages = [pm._autopar.stage, *(fields["stages"][0] for fields in pm._autopar.programs.kept)]
         assert counters["stats"]["unique_graphs"] - compiled_before >= len(stages)
     have, wanted = autopar.full_state_dict(pm, all_ranks=True), alone.state_dict()
     for name, value in wanted.items():

@@ -31,8 +31,8 @@ from autopar.plans.stage_graphs import StageGraph, hot_ops, stage_edges_of
 from autopar.plans.stage_graphs import cut as stages_of
 from autopar.rules.families.sharded_random import seed_at
 from autopar.rules.registry import rules_of
+from autopar.runtime.as_module.spreading import pipelined
 from autopar.runtime.batches.runs import rows_of_microbatch
-from autopar.runtime.pipelines.pipeline import pipelined
 from autopar.runtime.stages.seeds import seed_after
 from autopar.runtime.stages.stage import Stage
 from autopar.torch_private import pytree

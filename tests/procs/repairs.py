@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autopar.errors import RunError
-from autopar.runtime.parameters.dtensor_fixes import REPAIRS, correct
-from autopar.runtime.parameters.mixed import mix_on
+from autopar.runtime.repairs.dtensor_fixes import REPAIRS, correct
+from autopar.runtime.repairs.mixed import mix_on
 
 RIGHT = "right"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from procs.repairs import CASES, RIGHT, with_and_without
 
-from autopar.runtime.parameters.dtensor_fixes import REPAIRS
 from autopar.runtime.ranks.launch import run_local
+from autopar.runtime.repairs.dtensor_fixes import REPAIRS
 
 
 def test_each_is_needed_where_it_says_so() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 import autopar
 from autopar.capture.dataclass_nodes import know_dataclasses
 from autopar.parallelizing import arguments
-from autopar.runtime.batches.calls import same_device
+from autopar.runtime.ranks.devices import same_device
 from autopar.words.meshes import Mesh
 
 X = torch.zeros(4, 4)

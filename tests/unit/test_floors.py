@@ -74,6 +74,30 @@ def test_imports_go_down() -> None:
     assert not wrong, "\n".join(sorted(set(wrong)))
 
 
+LAYERS = (
+    "ranks", "parameters", "repairs", "gradients", "optimizers", "batches", "stages", "variants", "one_mesh",
+    "pipelines", "checkpoints", "as_module",
+)  # fmt: skip
+"""Rooms of the runtime, the lowest first: ranks; what is stored; programs of a stage; the step; the module."""
+
+
+def room_of(module: str) -> str:
+    """The room of the runtime that a module is in; empty if it is in none."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["autopar", "runtime"] and len(parts) > 2 else ""
+
+
+def test_rooms_of_the_runtime_import_lower_ones_alone() -> None:
+    """Also inside of functions and for types; what each room's ``__init__`` would import counts, too."""
+    assert {*LAYERS} == {room_of(name) for name in modules()} - {""}
+    wrong = []
+    for name, target in all_edges():
+        here, there = room_of(name), room_of(target)
+        if here and there and LAYERS.index(there) > LAYERS.index(here):
+            wrong.append(f"{name} imports {target}, which is above it")
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
 def test_steps_of_the_search_over_stages_import_earlier_ones_alone() -> None:
     """And a step knows nothing of what drives the search."""
     inter_op = "autopar.planner.inter_op"

@@ -41,7 +41,7 @@ ALLOWED = {
     # host knows, once for each block of experts and axis
     "rules/experts/expert_all_to_all.py": {"_on_host"},
     # what scripts ask of DTensors, and the ranks of a mesh
-    "runtime/parameters/dtensor_fixes.py": {"*"},
+    "runtime/repairs/dtensor_fixes.py": {"*"},
     # state dicts and checkpoints
     "runtime/checkpoints/full_state_dict.py": {"*"},
     "runtime/checkpoints/generator_states.py": {"*"},

@@ -17,7 +17,7 @@ from autopar.certificate import check
 from autopar.errors import AutoparError, RunError
 from autopar.planner.intra_op.building import parameter_sharding
 from autopar.plans.clusters import get_cluster
-from autopar.runtime.optimizers.rounded_steps import stochastically_rounded
+from autopar.runtime.parameters.rounded_steps import stochastically_rounded
 from autopar.words.graph import Graph
 from autopar.words.precision import PRESETS, Precision, parse_precision
 

@@ -18,11 +18,11 @@ from autopar.cli.common import UsageError, where_to_run
 from autopar.errors import MeshError, RunError
 from autopar.parallelizing.all_ranks import device_type_of, tell_of_idle_gpus
 from autopar.runtime.batches.batch import Batch
+from autopar.runtime.ranks import streams
 from autopar.runtime.ranks.devices import check_different, check_one_device, choose_device, gpu_here
 from autopar.runtime.ranks.groups import backend_for
 from autopar.runtime.ranks.launch import _context
-from autopar.runtime.stages import streams
-from autopar.runtime.stages.streams import StepStream
+from autopar.runtime.ranks.streams import StepStream
 
 
 @pytest.fixture

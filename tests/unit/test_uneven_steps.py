@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional
 
 import autopar
-from autopar.runtime.one_mesh import mesh_step
 
 
 def spread() -> tuple[Any, torch.nn.Module]:
@@ -86,7 +85,7 @@ def test_a_step_that_breaks_leaves_the_gradients() -> None:
     pm, _ = spread()
     pm.train_step(*batch(32))
     before = [param.grad.clone() for param in pm.parameters()]
-    backwards, calls = mesh_step.backwards, []
+    backwards, calls = pm._autopar.backwards, []
 
     def breaks(*args: Any) -> torch.Tensor:
         calls.append(args)
@@ -94,6 +93,6 @@ def test_a_step_that_breaks_leaves_the_gradients() -> None:
             raise RuntimeError("no memory")
         return backwards(*args)
 
-    with mock.patch.object(mesh_step, "backwards", breaks), pytest.raises(RuntimeError, match="no memory"):
+    with mock.patch.object(pm._autopar, "backwards", breaks), pytest.raises(RuntimeError, match="no memory"):
         pm.train_step(*batch(17))
     assert all(torch.equal(p.grad, b) for p, b in zip(pm.parameters(), before, strict=True))

@@ -14,7 +14,7 @@ from nccl_rules import SHARED, Deadlock, ThreadRanks
 from autopar.errors import RunError
 from autopar.plans.transfer import Side, transfer
 from autopar.runtime.pipelines import wires
-from autopar.runtime.stages import streams
+from autopar.runtime.ranks import streams
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State

@@ -2,7 +2,7 @@
 
 A script reads it from the model when the call is over, to train by it (a loss, the balance of experts) or to log it. A
 program sets no attributes, so numbers (tensors of no dims, also in tuples, lists and dicts) are outputs of the graph
-behind the model's own, which :mod:`~autopar.runtime.as_module.left_attributes` puts where the model would have.
+behind the model's own, which :mod:`~autopar.runtime.one_mesh.left_attributes` puts where the model would have.
 Larger tensors would be kept alive by every call for a reader that is mostly not there: to read one is an error that
 says so.
 

@@ -9,40 +9,38 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from autopar.capture.without_values import without_values
-from autopar.runtime.as_module.parallel_module import parallel
-from autopar.runtime.as_module.run import ParallelRun
 from autopar.runtime.batches.batch import Batch
+from autopar.runtime.variants.run import ParallelRun
 from autopar.torch_private import module_at
 
-R = TypeVar("R", bound=ParallelRun)
-Build = Callable[[torch.nn.Module, Callable[[str], torch.Tensor]], R]
-
 _TAKEN_OVER = (
-    "captured_training", "signature", "gradient_dtype", "local_batch", "buckets", "layouts_change",
+    "planned", "captured_training", "signature", "gradient_dtype", "local_batch", "buckets", "layouts_change",
     "told_of_statistics", "evaluates_otherwise",
 )  # fmt: skip
 """Attributes that a copy has as the run that it is made of."""
 
 
-def copied(run: R, memo: dict[int, Any], build: Build[R]) -> R:
-    """Return a copy of a run and of its module, with the program that runs now, and the calls and modes that it takes.
+def copied(
+    run: ParallelRun, memo: dict[int, Any], parallel: Callable[[ParallelRun], torch.nn.Module]
+) -> torch.nn.Module:
+    """Return a copy of a run's module, with the program that runs now, and the calls and modes that it takes.
 
     Args:
-        run: is copied.
+        run: the run of the module.
         memo: copies by the ids of what they are of.
-        build: makes a run like ``run`` of a model with given whole values by name.
+        parallel: turns the module of a run into a parallel one.
     """
     with run.user.as_written(captures=False) as model:
         twin = without_values(model, memo)
     values: dict[str, torch.Tensor] = {
         **dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))
     }  # fmt: skip
-    new = build(twin, lambda name: values[name])
+    new = run.rebuilt(twin, lambda name: values[name])
     with torch.no_grad():
         for name, value in run.registered().items():
             owner, key = new.owner_of(name)
@@ -66,4 +64,4 @@ def copied(run: R, memo: dict[int, Any], build: Build[R]) -> R:
     for kept in ("statistics_anew", "statistics_staying"):
         had = getattr(run, kept)
         setattr(new, kept, {path: (module_at(twin, path), momentum) for path, (_, momentum) in had.items()})
-    return new
+    return twin

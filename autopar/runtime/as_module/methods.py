@@ -12,18 +12,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.as_module.left_attributes import refusing_what_is_left
+from autopar.runtime.one_mesh.left_attributes import refusing_what_is_left
 from autopar.runtime.optimizers.user_optimizers import Move
+from autopar.runtime.variants.run import ParallelRun
 from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
-
-if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import ParallelRun
 
 _END = object()
 
@@ -98,7 +96,7 @@ def _once(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], call
         old = {id(param): stored.get(name) for name, param in reversed(run.user.params.items())}
         result = pytree.tree_map(lambda leaf: old.get(id(leaf), leaf), result) if leaves else result
     for move in moves:
-        move.to(run, run.ranks()[0])
+        move.to(dict(run.named_parameters(remove_duplicate=False)), run.device, run.ranks()[0])
     freeze_alike(run, after)
     return result
 
@@ -147,7 +145,7 @@ def _leads_to(tensor: torch.Tensor, leaves: Collection[int]) -> bool:
     return False
 
 
-def freeze_alike(run: Any, requires_grad: Mapping[str, bool]) -> None:
+def freeze_alike(run: ParallelRun, requires_grad: Mapping[str, bool]) -> None:
     """Freeze or thaw stored parameters as the user's own code has done it to the old ones."""
     for name, param in run.named_parameters(remove_duplicate=False):
         if param.requires_grad is not requires_grad[name]:

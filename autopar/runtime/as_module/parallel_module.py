@@ -17,21 +17,22 @@ from torch.utils.data import DataLoader, Dataset
 from autopar.errors import RunError
 from autopar.lower.program import Program
 from autopar.plans.plan import Plan
+from autopar.runtime.as_module.callers_compiler import ITSELF, compiled_as_callers
+from autopar.runtime.as_module.copied import copied
 from autopar.runtime.as_module.methods import method_of
 from autopar.runtime.as_module.model_class import with_signature
-from autopar.runtime.as_module.run import EXTRA, FORWARD_ALONE, ParallelRun
-from autopar.runtime.as_module.submodules import Derived, Part, methods_of, names_of_part
+from autopar.runtime.as_module.submodules import Derived, Part, PlaceOfPart, methods_of, names_of_part
 from autopar.runtime.batches.local_batch import sampler_of, sharded
 from autopar.runtime.batches.row_sampler import RowSampler
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
-from autopar.runtime.parameters.dtensor_fixes import note_state
-from autopar.runtime.stages.compiled import ITSELF, compile_programs, compiled_as_callers
+from autopar.runtime.one_mesh.mesh_step import MeshRun
+from autopar.runtime.pipelines.pipeline import PipelineRun
+from autopar.runtime.repairs.dtensor_fixes import note_state
+from autopar.runtime.variants.run import EXTRA, FORWARD_ALONE, ParallelRun
 from autopar.torch_private import functorch_is_active, fx_traces, is_transformed, pytree
 from autopar.words.trees import PyTree
 
-_WRAPPERS = {
-    "join": "every rank is called with the whole batch, so no rank runs out of batches before another one",
-}
+_WRAPPERS = {"join": "every rank is called with the whole batch, so no rank runs out of batches before another one"}
 """What scripts ask of a wrapped model."""
 
 
@@ -113,10 +114,7 @@ class ParallelModule(Derived):
         """
         if self._autopar.inference:
             raise RunError(f"train_step: {FORWARD_ALONE}")
-        options = {"optimizer": optimizer, "scaler": scaler}
-        if microbatches is not None:
-            options["microbatches"] = microbatches  # type: ignore[assignment]
-        return self._autopar.train_step(args, kwargs, **options)
+        return self._autopar.train_step(args, kwargs, optimizer=optimizer, microbatches=microbatches, scaler=scaler)
 
     @compiled_as_callers
     def evaluate(self, *args: PyTree, **kwargs: PyTree) -> torch.Tensor:
@@ -147,7 +145,7 @@ class ParallelModule(Derived):
         Raises:
             RunError: ``fullgraph=True``, and the compiler does not see into an operator; it says which.
         """
-        compile_programs(self._autopar, args, kwargs)
+        self._autopar.compile((args, kwargs))
         self._autopar.compiled_as = ITSELF
 
     # -- what it is
@@ -286,7 +284,7 @@ class ParallelModule(Derived):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return another one, with the values that this one has now, on the same ranks; every rank copies."""
-        return self._autopar.copied(memo)  # type: ignore[attr-defined]
+        return copied(self._autopar, memo, parallel)
 
     # -- its state
 
@@ -352,7 +350,7 @@ class ParallelModule(Derived):
         among the ranks, the last ones are filled up with the first, unless ``drop_last``. Its position in the epoch is
         in the checkpoints of this module (:class:`autopar.Checkpoint`); go on with ``range(sampler.epoch, epochs)``.
         """
-        return sampler_of(self._autopar, dataset, shuffle, drop_last, seed)
+        return sampler_of(self._autopar.local_batch, self._autopar.samplers, dataset, shuffle, drop_last, seed)
 
     def shard(self, loader: DataLoader[Any], seed: int = 0) -> DataLoader[Any]:
         """Return a loader of whole batches as one that gives what this rank is called with.
@@ -363,7 +361,7 @@ class ParallelModule(Derived):
             MeshError: its batches do not divide among the ranks.
             RunError: it draws rows in a way of its own.
         """
-        return sharded(self._autopar, loader, seed)
+        return sharded(self._autopar.local_batch, self._autopar.samplers, loader, seed)
 
     # -- pipelines
 
@@ -406,14 +404,22 @@ def derive(run: ParallelRun) -> Any:
     if kind.compile is not torch.nn.Module.compile or "compile" in {*vars(run.module), *run.module._modules}:
         both = sorted([*both, "compile"])
     kept = [name for name in both if name in vars(run.module) and callable(getattr(ParallelModule, name))]
-    run.user.derive(run, (ParallelModule, _names_of_whole), (Part, names_of_part))
+    run.user.derive(
+        lambda path, kind: PlaceOfPart(run, path, kind) if path else run,
+        (ParallelModule, _names_of_whole),
+        (Part, names_of_part),
+    )
     if both and not (dist.is_initialized() and dist.get_rank()):
         warnings.warn(
             f"{kind.__name__} and the parallel module both have attributes called {', '.join(both)}: of the parallel "
             "module they are its own. The program reads the model's; its tensors and submodules of these names are in "
             "named_parameters(), named_buffers() and named_modules(); or rename them"
-            + (f"\n  {', '.join(kept)}, which the object itself has, stay the model's: the other one is called as "
-               f"autopar.ParallelModule.{kept[0]}(model, ...)" if kept else ""),
+            + (
+                f"\n  {', '.join(kept)}, which the object itself has, stay the model's: the other one is called as "
+                f"autopar.ParallelModule.{kept[0]}(model, ...)"
+                if kept
+                else ""
+            ),
             stacklevel=3,
         )
     return run.module
@@ -436,9 +442,7 @@ def _check_transformed(pm: ParallelModule, call: PyTree) -> None:
         RunError: it says what to do.
     """
     given = [tensor for tensor in pytree.tree_leaves(call) if isinstance(tensor, torch.Tensor)]
-    if any(map(is_transformed, pm.parameters())) or (
-        pm._autopar.world is not None and any(map(is_transformed, given))
-    ):
+    if any(map(is_transformed, pm.parameters())) or (pm._autopar.world is not None and any(map(is_transformed, given))):
         raise RunError(
             "a parallel module was called within torch.func (vmap, grad, jvp, jacrev), which its program cannot be: "
             "its parameters and collectives are this rank's. Call it on the whole batch and backward() or "
@@ -447,8 +451,8 @@ def _check_transformed(pm: ParallelModule, call: PyTree) -> None:
         )
 
 
-def _on_one_mesh(pm: ParallelModule, name: str) -> Any:
-    if pm._autopar.leads is not None:
+def _on_one_mesh(pm: ParallelModule, name: str) -> MeshRun:
+    if not isinstance(pm._autopar, MeshRun):
         raise RunError(f"{name} of a pipeline: each of its stages has its own; see pm.plan.stages")
     return pm._autopar
 
@@ -466,7 +470,7 @@ def _refuse_both(pm: ParallelModule, name: str) -> None:
         )
 
 
-def _in_stages(pm: ParallelModule, name: str) -> Any:
-    if pm._autopar.leads is None:
+def _in_stages(pm: ParallelModule, name: str) -> PipelineRun:
+    if not isinstance(pm._autopar, PipelineRun):
         raise RunError(f"{name}() is of pipelines, and this module runs on one mesh")
     return pm._autopar

@@ -9,16 +9,18 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.as_module.left_attributes import refuse_left
 from autopar.runtime.as_module.methods import freeze_alike, is_called_by_program, method_of
-from autopar.runtime.as_module.statistics_anew import BATCH_NORMS, momentum_of, reset, set_momentum
-from autopar.runtime.as_module.user_module import PLACE
+from autopar.runtime.one_mesh.left_attributes import refuse_left
+from autopar.runtime.one_mesh.statistics_anew import BATCH_NORMS, momentum_of, reset, set_momentum
 from autopar.runtime.parameters.state import placed_as
+from autopar.runtime.parameters.user_module import PLACE
+from autopar.runtime.variants.run import ParallelRun
 from autopar.words.trees import PyTree
 
 _CONTAINERS = (
@@ -30,7 +32,16 @@ REGISTERED = ("_parameters", "_buffers", "_modules")
 AGAIN = "parallelize the model again (weights: autopar.full_state_dict(model))"
 
 
-def place_of(module: torch.nn.Module) -> Any:
+@dataclass(frozen=True)
+class PlaceOfPart:
+    """Where a submodule of a parallel module is: in which run, and under which path."""
+
+    run: ParallelRun
+    path: str
+    kind: type[torch.nn.Module]
+
+
+def place_of(module: torch.nn.Module) -> ParallelRun | PlaceOfPart | None:
     """Return the run of a parallel module, or the place of a submodule in one; None in a module that is neither."""
     return module.__dict__.get(PLACE)
 
@@ -151,11 +162,11 @@ class Derived(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
-def _label(at: Any, name: str) -> str:
+def _label(at: ParallelRun | PlaceOfPart, name: str) -> str:
     return f"{name} of '{at.path}'" if at.path else f"{name} of the {at.kind.__name__}"
 
 
-def _refuse_replacing(module: torch.nn.Module, at: Any, name: str, value: PyTree) -> None:
+def _refuse_replacing(module: torch.nn.Module, at: ParallelRun | PlaceOfPart, name: str, value: PyTree) -> None:
     """Refuse another module or class, or anything where the model has None, which the program would go on without.
 
     Raises:
@@ -185,7 +196,7 @@ def _refuse_replacing(module: torch.nn.Module, at: Any, name: str, value: PyTree
     )
 
 
-def _check_other_parameter(run: Any, name: str, value: torch.nn.Parameter, is_elsewhere: bool) -> None:
+def _check_other_parameter(run: ParallelRun, name: str, value: torch.nn.Parameter, is_elsewhere: bool) -> None:
     """Refuse another parameter where the program would not read it.
 
     Raises:
@@ -257,7 +268,9 @@ class Part(Derived):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
         """Return a module of the user's class, with copies of the tensors that this rank stores."""
-        new: torch.nn.Module = torch.nn.Module.__new__(place_of(self).kind)
+        at = place_of(self)
+        assert at is not None, "a class of its own is given with the place"
+        new: torch.nn.Module = torch.nn.Module.__new__(at.kind)
         memo[id(self)] = new
         attributes = {name: value for name, value in self.__dict__.items() if name != PLACE}
         new.__dict__.update(copy.deepcopy(attributes, memo))

@@ -18,16 +18,9 @@ from autopar.capture import Captured
 from autopar.capture.tensor_layouts import not_dense
 from autopar.errors import RunError
 from autopar.lower.program import Slot
-from autopar.runtime.batches.calls import (
-    describe,
-    example_leaves,
-    flatten_call,
-    is_host_number,
-    leaf_name,
-    leaves_of,
-    same_device,
-)
+from autopar.runtime.batches.calls import describe, example_leaves, flatten_call, leaf_name, leaves_of
 from autopar.runtime.parameters.state import coordinate_of, joined, local_shard, torch_placements
+from autopar.runtime.ranks.devices import is_host_number, same_device
 from autopar.torch_private import pytree
 from autopar.words.graph import Node
 from autopar.words.meshes import Mesh

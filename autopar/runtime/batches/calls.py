@@ -113,19 +113,6 @@ def call_text(args: PyTree, kwargs: Mapping[str, PyTree]) -> str:
     return "(" + ", ".join([*map(show, args), *(f"{k}={show(v)}" for k, v in kwargs.items())]) + ")"
 
 
-def same_device(a: torch.device, b: torch.device) -> bool:
-    """Check whether two names mean one device; one without a number means the process's own of its kind."""
-    if a.type != b.type or a.type == "cpu":
-        return a.type == b.type
-    current = torch.accelerator.current_device_index() if None in (a.index, b.index) else 0
-    return (current if a.index is None else a.index) == (current if b.index is None else b.index)
-
-
-def is_host_number(x: torch.Tensor) -> bool:
-    """Check whether a tensor has no dims and is on the CPU: torch's operators mix such with tensors of any device."""
-    return x.dim() == 0 and x.device.type == "cpu"
-
-
 @contextlib.contextmanager
 def without_inference_mode() -> Iterator[None]:
     """Use no-gradient mode in place of torch's inference mode.

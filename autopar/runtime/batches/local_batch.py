@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from autopar.capture.microbatches import have_rows, part_of_batch, rows_of
 from autopar.errors import CaptureError, MeshError, RunError
-from autopar.runtime.batches.outputs import CollectiveLog
-from autopar.runtime.batches.row_sampler import RowSampler
+from autopar.runtime.batches.row_sampler import RowSampler, Samplers
 from autopar.runtime.batches.uneven_rows import Exchange, OwnOfUneven, put_together
 from autopar.runtime.parameters.state import as_dtensor, torch_placements
 from autopar.runtime.ranks.agree import mesh_group
+from autopar.runtime.ranks.collective_log import CollectiveLog
 from autopar.runtime.ranks.groups import groups_on
 from autopar.torch_private import pytree
 from autopar.words.placements import State, shard
@@ -173,18 +173,6 @@ class LocalBatch(RowsOfRanks):
         return rows_here
 
 
-def sampler_of(
-    run: Any, dataset: Dataset[Any], shuffle: bool, drop_last: bool, seed: int, together: int = 1
-) -> RowSampler:
-    """Return what draws the rows that this rank loads, and is saved with the module."""
-    rows = run.local_batch
-    if rows is None:
-        sampler = RowSampler(dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    else:
-        sampler = rows.sampler(dataset, shuffle, seed, drop_last, together)
-    return run.samplers.add(sampler)
-
-
 class _LocalBatch(torch.autograd.Function):
     """A piece of an output becomes this rank's rows; their gradient becomes that piece's, of the mean over ranks."""
 
@@ -205,26 +193,38 @@ class _LocalBatch(torch.autograd.Function):
         return whole.redistribute(placements=torch_placements(ctx.state)).to_local(), None, None, None
 
 
-def sharded(run: Any, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+def sampler_of(
+    rows: RowsOfRanks | None, samplers: Samplers, dataset: Dataset[Any], shuffle: bool, drop_last: bool, seed: int,
+    together: int = 1,
+) -> RowSampler:  # fmt: skip
+    """Return what draws the rows that this rank loads, and is saved with the module."""
+    if rows is None:
+        sampler = RowSampler(dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    else:
+        sampler = rows.sampler(dataset, shuffle, seed, drop_last, together)
+    return samplers.add(sampler)
+
+
+def sharded(rows: RowsOfRanks | None, samplers: Samplers, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
     """Return a loader of whole batches as one that gives this rank's rows of each.
 
     Raises:
         MeshError: its batches cannot be cut.
         RunError: it draws in a way of its own.
     """
-    ranks = 1 if run.local_batch is None else run.local_batch.ranks
+    ranks = 1 if rows is None else rows.ranks
     kinds = torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler
     if loader.batch_size is None or not isinstance(loader.sampler, kinds):
         raise RunError(
-            "shard: the loader draws rows in a way of its own (a batch_sampler, a sampler, or an iterable data set); "
-            "make one with sampler=pm.sampler(dataset), which gives this rank's rows"
+            "shard: the loader draws rows in a way of its own (a batch_sampler, a sampler, or an iterable data "
+            "set); make one with sampler=pm.sampler(dataset), which gives this rank's rows"
         )
     if loader.batch_size % ranks:
         raise MeshError(f"shard: batches of {loader.batch_size} rows do not divide among {ranks} ranks")
     shuffled, each = isinstance(loader.sampler, torch.utils.data.RandomSampler), loader.batch_size // ranks
     return DataLoader(
         loader.dataset, each, num_workers=loader.num_workers, collate_fn=loader.collate_fn,
-        sampler=sampler_of(run, loader.dataset, shuffled, loader.drop_last, seed, each), pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last, timeout=loader.timeout, worker_init_fn=loader.worker_init_fn,
+        sampler=sampler_of(rows, samplers, loader.dataset, shuffled, loader.drop_last, seed, each),
+        pin_memory=loader.pin_memory, drop_last=loader.drop_last, timeout=loader.timeout, worker_init_fn=loader.worker_init_fn,
         prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers,
     )  # fmt: skip

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RunError
 from autopar.runtime.batches.local_batch import Call, RowsOfRanks
-from autopar.runtime.batches.outputs import CollectiveLog
 from autopar.runtime.batches.uneven_rows import put_together
 from autopar.runtime.parameters.state import as_dtensor
+from autopar.runtime.ranks.collective_log import CollectiveLog
 from autopar.words.meshes import Mesh
 from autopar.words.placements import REPLICATED, State, shard
 from autopar.words.trees import PyTree

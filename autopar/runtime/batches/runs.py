@@ -19,7 +19,7 @@ from autopar.capture.in_parts import names_of, no_rows_in
 from autopar.capture.microbatches import widened
 from autopar.runtime.batches.calls import leaves_of
 from autopar.runtime.batches.equal_rows import check_equal_rows
-from autopar.runtime.variants.module_calls import ModuleCall
+from autopar.runtime.batches.module_calls import ModuleCall
 from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
 

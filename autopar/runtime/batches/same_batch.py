@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError, RunError
 from autopar.runtime.batches.samples import LOCAL_BATCH, Arriving, Copy, Outline, Sample, Seen, Values
-from autopar.runtime.parameters.dtensor_fixes import note_on
+from autopar.runtime.repairs.dtensor_fixes import note_on
 from autopar.words.graph import Graph
 
 ROUNDING = 1e-2

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from autopar.runtime.parameters.redistribution import all_gather_flat
-from autopar.runtime.stages.streams import current_stream
+from autopar.runtime.ranks.collectives import all_gather_flat
+from autopar.runtime.ranks.streams import current_stream
 from autopar.words.placements import State
 
 SAMPLE = 4096

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Partial
 
 from autopar.capture.microbatches import leaves_of_call
 from autopar.errors import RunError
-from autopar.runtime.batches.outputs import CollectiveLog
-from autopar.runtime.parameters.redistribution import all_gather_flat
 from autopar.runtime.parameters.state import as_dtensor, torch_placements
+from autopar.runtime.ranks.collective_log import CollectiveLog
+from autopar.runtime.ranks.collectives import all_gather_flat
 from autopar.runtime.ranks.groups import Groups, Wanted, backends, groups_for
 from autopar.torch_private import pytree
 from autopar.words.placements import State

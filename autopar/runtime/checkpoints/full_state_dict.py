@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.as_module.run import EXTRA, ParallelRun, on_all_ranks
-from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.parameters.state import like
 from autopar.runtime.ranks.agree import same_error
+from autopar.runtime.ranks.collectives import as_sent
+from autopar.runtime.variants.run import EXTRA, ParallelRun, on_all_ranks
 
 SHOWN = 6
 """Names of a state dict that a message lists."""
@@ -57,38 +57,8 @@ def full_state_dict(pm: ParallelRun, *, all_ranks: bool = False) -> dict[str, to
     Raises:
         RunError: not all ranks call it; on all of them.
     """
-    if pm.leads is not None:
-        return of_all_groups(pm, all_ranks)
-    keep = all_ranks or dist.get_rank() == pm.ranks()[1]
-    seen: dict[int, torch.Tensor] = {}
-    state: dict[str, torch.Tensor] = {}
-    for name, value in in_state_dict(pm).items():
-        if id(value) not in seen:
-            value_ = value.detach()
-            whole = value_.full_tensor() if isinstance(value_, DTensor) else value_
-            seen[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
-        if keep:
-            state[name] = seen[id(value)]
-    return state if keep else OnFirstRank()
-
-
-def of_all_groups(pm: ParallelRun, all_ranks: bool) -> dict[str, torch.Tensor]:
-    """Collect the state of a pipeline: the first rank of each group gives what its stages hold."""
-    mine: dict[str, torch.Tensor] = {}
-    for name, value in in_state_dict(pm).items():
-        value = value.detach()
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if pm.leads:
-            mine[name] = whole.cpu()
-    group, first = pm.ranks()
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    if all_ranks:
-        dist.all_gather_object(gathered, mine, group=group)
-    else:
-        dist.gather_object(mine, gathered if dist.get_rank() == first else None, dst=first, group=group)
-    if not all_ranks and dist.get_rank() != first:
-        return OnFirstRank()
-    return {name: value for part in gathered if part is not None for name, value in part.items()}
+    state = pm.full_state(all_ranks)
+    return OnFirstRank() if state is None else state
 
 
 @on_all_ranks
@@ -109,7 +79,7 @@ def load_full_state_dict(pm: ParallelRun, state: Mapping[str, torch.Tensor] | No
     (group, first), device, me = pm.ranks(), pm.device, dist.get_rank()
     if isinstance(state, OnFirstRank):
         state = None
-    stored = in_state_dict(pm)
+    stored = pm.in_state_dict()
     specs = specs_of(pm, stored, group)
     if me == first and state is None:
         problem: str | None = "load_full_state_dict: rank 0 has no state dict; pass it there at least"
@@ -145,12 +115,6 @@ def load_full_state_dict(pm: ParallelRun, state: Mapping[str, torch.Tensor] | No
 
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype, str]]
 """Shape, dtype and the first of its names, by name."""
-
-
-def in_state_dict(pm: ParallelRun) -> dict[str, torch.Tensor]:
-    """Return this rank's part of the model's state dict."""
-    named = pm.registered()
-    return {name: named[name] for name in pm.module.state_dict() if name in named}
 
 
 def specs_of(pm: ParallelRun, stored: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> Specs:

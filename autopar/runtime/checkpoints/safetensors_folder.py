@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.run import ParallelRun, on_all_ranks
 from autopar.runtime.checkpoints.durable_files import SummedFile
-from autopar.runtime.checkpoints.full_state_dict import by_source, in_state_dict, misfit, specs_of
+from autopar.runtime.checkpoints.full_state_dict import by_source, misfit, specs_of
 from autopar.runtime.checkpoints.safetensors_files import INDEX, NAMES, SINGLE, Writer
 from autopar.runtime.checkpoints.safetensors_files import stored_tensors as tensors_in
-from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.parameters.state import box_held
 from autopar.runtime.ranks.agree import everywhere
+from autopar.runtime.ranks.collectives import as_sent
+from autopar.runtime.variants.run import ParallelRun, on_all_ranks
 from autopar.words.texts import parse_bytes
 
 SHARD_SIZE = "5GB"
@@ -50,7 +50,7 @@ def load_safetensors(pm: ParallelRun, folder: str | os.PathLike[str], *, strict:
             show it, before anything was changed.
     """
     path, (group, _) = Path(folder), pm.ranks()
-    stored = in_state_dict(pm)
+    stored = pm.in_state_dict()
     specs = specs_of(pm, stored, group)
     with everywhere(group):
         tensors = tensors_in(path)
@@ -92,7 +92,7 @@ def save_safetensors(
         RunError: it could not be written, on all ranks.
     """
     path, (group, first), me = Path(folder), pm.ranks(), dist.get_rank()
-    stored = in_state_dict(pm)
+    stored = pm.in_state_dict()
     whole_specs = specs_of(pm, stored, group)
     specs = {n: (shape, dtype) for n, (shape, dtype, source) in whole_specs.items() if n == source}
     with everywhere(group):

@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.parallel_module import ParallelModule
-from autopar.runtime.as_module.run import EXTRA
 from autopar.runtime.checkpoints.durable_files import summed, sync_folder
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank, full_state_dict
-from autopar.runtime.parameters.dtensor_fixes import meet_at
 from autopar.runtime.ranks.agree import everywhere
+from autopar.runtime.repairs.dtensor_fixes import meet_at
+from autopar.runtime.variants.run import EXTRA, is_parallel
 from autopar.words.trees import PyTree
 
 
@@ -96,7 +95,7 @@ def _dtensors(value: PyTree) -> Iterator[DTensor]:
 
 def _whole(value: PyTree, keep: bool) -> PyTree:
     """Return a state with plain tensors; without them if it is not kept."""
-    if isinstance(value, ParallelModule):
+    if is_parallel(value):
         return full_state_dict(value)
     if isinstance(value, DTensor):
         detached: Any = value.detach()

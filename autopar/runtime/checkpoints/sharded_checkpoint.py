@@ -35,8 +35,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.as_module.parallel_module import ParallelModule
-from autopar.runtime.as_module.run import EXTRA
 from autopar.runtime.batches.row_sampler import Samplers
 from autopar.runtime.checkpoints.durable_files import Sum, summed
 from autopar.runtime.checkpoints.folder_owner import OWNER, Ownership, own
@@ -59,6 +57,7 @@ from autopar.runtime.ranks.agent_messages import SAVED, tell_agent
 from autopar.runtime.ranks.agree import everywhere, share
 from autopar.runtime.ranks.groups import group_of_members
 from autopar.runtime.ranks.store_meeting import any_of, from_all, said_by
+from autopar.runtime.variants.run import EXTRA, is_parallel, run_of
 from autopar.words.trees import PyTree
 from hardware_profiles.strict import parse_json
 
@@ -114,8 +113,9 @@ class Checkpoint:
                 )
         if keep is not None and keep < 1:
             raise RunError(f"Checkpoint: keep is {keep}; give 1 or more, or None for all")
-        if isinstance(model, ParallelModule):
-            others = {SAMPLERS: model._autopar.samplers, **others}
+        self.run = run_of(model) if is_parallel(model) else None
+        if self.run is not None:
+            others = {SAMPLERS: self.run.samplers, **others}
         self.folder, self.model, self.optimizer, self.others = Path(folder), model, optimizer, others
         self.keep, self.random_state = keep, random_state
         self.ranks = _ranks_of(model)
@@ -386,8 +386,8 @@ class Checkpoint:
         state = model_state(self.model)
         there, ours = _under("model.", shapes(metadata)), {n: v for n, v in state.items() if not n.endswith(EXTRA)}
         known = self._known_to_all(ours)
-        if isinstance(self.model, ParallelModule):  # a stage may know one name of a tied parameter
-            known |= set(self.model._autopar.tied_names())
+        if self.run is not None:  # a stage may know one name of a tied parameter
+            known |= set(self.run.tied_names())
         with self._on_all(f"loaded from {source}"):
             missing = [name for name in ours if name not in there] if strict else []
             unexpected = [name for name in there if name not in known and not name.endswith(EXTRA)] if strict else []
@@ -478,7 +478,7 @@ class Checkpoint:
 
     def _known_to_all(self, names: Iterable[str]) -> set[str]:
         """Return the names of all ranks: a stage of a pipeline has some."""
-        if self.group is None or not isinstance(self.model, ParallelModule) or self.model._autopar.leads is None:
+        if self.group is None or self.run is None or self.run.leads is None:
             return set(names)
         return {name for text in from_all(self.group, json.dumps([*names])) for name in parse_json(text)}
 
@@ -509,8 +509,8 @@ class Checkpoint:
 
     def _together(self, what: str) -> contextlib.AbstractContextManager[Any]:
         """Enclose what all ranks call: where only some do, and others go on, all of them hear it within seconds."""
-        if isinstance(self.model, ParallelModule):
-            return self.model._autopar.all_call(what)
+        if self.run is not None:
+            return self.run.all_call(what)
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -536,8 +536,8 @@ class Checkpoint:
 
 def _ranks_of(model: torch.nn.Module) -> list[int]:
     """List the ranks that hold a part of a module; one for a plain one in a process without a group."""
-    if isinstance(model, ParallelModule):
-        return list(dist.get_process_group_ranks(model._autopar.ranks()[0]))
+    if is_parallel(model):
+        return list(dist.get_process_group_ranks(run_of(model).ranks()[0]))
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RunError(
             f"Checkpoint: {dist.get_world_size()} ranks run, and the model is a plain {type(model).__name__}: give the "

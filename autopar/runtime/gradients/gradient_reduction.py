@@ -15,16 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.parameters.redistribution import (
-    ReshardStep,
-    apply,
-    dense,
-    of_its_own,
-    own_part,
-    reduce_scatter_flat,
-    stacked,
-)
+from autopar.runtime.parameters.redistribution import ReshardStep, apply, dense, of_its_own, own_part, stacked
 from autopar.runtime.parameters.state import HeldParam
+from autopar.runtime.ranks.collectives import reduce_scatter_flat
 
 BUCKET_BYTES = 25 << 20
 ALONE_BYTES = 1 << 20

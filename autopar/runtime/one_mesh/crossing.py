@@ -20,8 +20,8 @@ import torch
 from autopar.errors import RunError
 from autopar.runtime.gradients.step_gradients import Gradients
 from autopar.runtime.gradients.taking_part import Took
-from autopar.runtime.parameters.mixed import whole
 from autopar.runtime.parameters.state import HeldParam
+from autopar.runtime.repairs.mixed import whole
 from autopar.torch_private import autograd_engine, functorch_is_active, keeps_graph, reached
 from autopar.words.trees import Context
 
@@ -46,9 +46,7 @@ CHANGED = (
 class _Call:
     """One forward: its outputs with their graph, and what its backward is to fill."""
 
-    def __init__(
-        self, gradients: Gradients, run: Run, inputs: Mapping[str, torch.Tensor], around: Around
-    ) -> None:
+    def __init__(self, gradients: Gradients, run: Run, inputs: Mapping[str, torch.Tensor], around: Around) -> None:
         self.gradients, self.run, self.around = gradients, run, around
         self.wanting = [name for name, x in inputs.items() if x.requires_grad]
         self.trained = gradients.trained()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,31 +21,30 @@ from torch.distributed.tensor import DTensor
 from autopar.capture import Captured
 from autopar.errors import RunError
 from autopar.plans.plan import Plan
-from autopar.runtime.as_module.copied import copied
-from autopar.runtime.as_module.parallel_module import parallel
-from autopar.runtime.as_module.run import ParallelRun
-from autopar.runtime.as_module.statistics_anew import taken_anew
-from autopar.runtime.batches.batch import Batch
+from autopar.plans.stage_graphs import StageGraph, cut
+from autopar.runtime.batches.batch import Shape
 from autopar.runtime.batches.calls import without_inference_mode
 from autopar.runtime.batches.local_batch import Call, LocalBatch
-from autopar.runtime.batches.outputs import CollectiveLog
+from autopar.runtime.batches.module_calls import ModuleCall, batch_rows
+from autopar.runtime.batches.outputs import IN_SHARDS, unread, with_pending
 from autopar.runtime.batches.same_batch import Calls, Seen, first_readers
-from autopar.runtime.batches.totals_ahead import TotalsAhead, computed_ahead, totals_ahead
+from autopar.runtime.batches.totals_ahead import TotalsAhead, computed_ahead
 from autopar.runtime.one_mesh.crossing import crossed
-from autopar.runtime.one_mesh.mesh_outputs import outputs_of
-from autopar.runtime.one_mesh.mesh_step import parts_of_step, trained, whole_inputs
-from autopar.runtime.optimizers import grad_scaler
-from autopar.runtime.parameters.registering import Placing
+from autopar.runtime.one_mesh.left_attributes import leave
+from autopar.runtime.one_mesh.statistics_anew import taken_anew
 from autopar.runtime.parameters.state import HeldParam, as_dtensor
 from autopar.runtime.ranks.agree import mesh_group
+from autopar.runtime.ranks.collective_log import CollectiveLog
+from autopar.runtime.ranks.devices import device_of
 from autopar.runtime.ranks.failures import Failures
 from autopar.runtime.ranks.groups import groups_on
-from autopar.runtime.ranks.plan_groups import check_device_mesh, mesh_of_own
+from autopar.runtime.stages.plan_groups import check_device_mesh, mesh_of_own
+from autopar.runtime.stages.registering import Placing
 from autopar.runtime.stages.seeds import seeds_for
-from autopar.runtime.stages.stage import Stage, device_of
-from autopar.runtime.variants.module_calls import ModuleCall
-from autopar.runtime.variants.program_cache import AllWell, Fields, Replan, check_values
-from autopar.runtime.variants.recaptured import fields_of, resume, take
+from autopar.runtime.stages.stage import Stage
+from autopar.runtime.variants.program_cache import Replan
+from autopar.runtime.variants.recaptured import stored_pins
+from autopar.runtime.variants.run import ParallelRun
 from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
 
@@ -54,13 +54,11 @@ MOVED = (
 )
 
 
-class MeshRun(ParallelRun):
-    """A model that is spread over one mesh."""
+class MeshCalls(ParallelRun):
+    """A model that is spread over one mesh, and its calls."""
 
-    stage: Stage
     local_batch: LocalBatch | None = None
     given_ahead: Mapping[str, torch.Tensor] | None = None
-    totals_kept: tuple[TotalsAhead | None] | None
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
@@ -76,7 +74,7 @@ class MeshRun(ParallelRun):
                 out.
             random: who draws random numbers (:data:`~autopar.runtime.stages.seeds.MODES`).
         """
-        super().__init__(model, captured)
+        super().__init__(model, captured, plan)
         check_device_mesh(device_mesh, plan.mesh)
         ranks = [int(r) for r in device_mesh.mesh.flatten()]
         groups = groups_on(device_mesh) if len(ranks) > 1 and groups_on(device_mesh).possible else None
@@ -86,7 +84,6 @@ class MeshRun(ParallelRun):
         self.generation = groups.generation if groups is not None else 0
         self.world = dist.group.WORLD if len(ranks) > 1 else None
         self.device = torch.device(device_of(device_mesh))
-        self.planned = captured
         self.meeting: CollectiveLog | None = None
         abort = groups.abort if groups is not None else None
         self.failures = Failures(ranks, abort, stays_armed=True) if len(ranks) > 1 else None
@@ -94,54 +91,38 @@ class MeshRun(ParallelRun):
         readers = first_readers([captured.graph])
         compared_in = groups.of(ranks) if groups is not None else mesh_group(device_mesh)
         self.compared = Calls(compared_in, device_mesh, len(ranks) == 1, [device_mesh], readers)
-        self.seeds = seeds_for(
-            random, compared_in if len(ranks) > 1 else None, ranks[0], self.device, alike
-        )
-        self.given = plan
-        placing = Placing(self, model, captured.graph, captured.constants, plan.only(), device_mesh, values)
-        placing.parameters()
-        buffers = placing.registered_buffers()
-        self.user.store()
-        with self.user.restored_on_error():
-            self.run_stage(captured, Stage(captured.graph, plan.only(), device_mesh, self, buffers))
+        self.seeds = seeds_for(random, compared_in if len(ranks) > 1 else None, ranks[0], self.device, alike)
+        self.parts = cut(captured.graph, plan.starts)
+        placing = Placing(self.user, model, captured.graph, captured.constants, plan.only(), device_mesh, values)
+        self._place({0: placing})
 
-    def run_stage(self, captured: Captured, stage: Stage) -> None:
-        """Run another program from now on.
+    @property
+    def stage(self) -> Stage:
+        """The program with what it reads: all of the model."""
+        return self.stages[0]
 
-        Args:
-            captured: what the stage is of.
-        """
-        self.captured, self.stage, self.totals_kept = captured, stage, None
-        self.written |= {*captured.graph.written}
-        self.batch = Batch(
-            captured, self.signature, self.device, self.shards_of(stage)
-        )
+    def run_program(
+        self, captured: Captured, parts: tuple[StageGraph, ...], plan: Plan, stages: dict[int, Stage]
+    ) -> None:
+        """Run another program from now on; ranks meet where they read outputs that are in pieces."""
+        super().run_program(captured, parts, plan, stages)
         cut_outputs = [
-            i for i, state in enumerate(stage.program.outputs)
-            if state is not None and i not in self.given.pins.outputs and state.in_shards
+            i for i, state in enumerate(self.stage.program.outputs)
+            if state is not None and i not in plan.pins.outputs and state.in_shards
         ]  # fmt: skip
         if cut_outputs and self.device_mesh.size() > 1 and self.meeting is None:
-            self.meeting = CollectiveLog([int(r) for r in self.device_mesh.mesh.flatten()])
+            self.meeting = CollectiveLog(self.rank_numbers())
 
-    def shards_of(self, stage: Stage) -> dict[str, tuple[int, ...]]:
+    def shards_of(self) -> dict[str, Shape]:
         """Return the shapes of this rank's pieces of the inputs whose placement was asked for, where they are cut."""
-        pinned = [name for name in self.given.pins.inputs if name in stage.inputs]
+        stage = self.stage
+        pinned = [name for name in self.plan.pins.inputs if name in stage.inputs]
         return {name: stage.part_shape(name) for name in pinned if stage.inputs[name].state.is_cut}
 
-    @property
-    def plan(self) -> Plan:  # type: ignore[override]
-        """The plan that this run follows."""
-        stage = self.stage.plan
-        if stage is self.given.stages[0]:
-            return self.given
-        return replace(self.given, fingerprint=stage.fingerprint, stages=(stage,), seconds=stage.price.seconds)
-
-    @property
-    def totals(self) -> TotalsAhead | None:
-        """What gives the inputs of the program that are computed ahead of a step; None if it has none."""
-        if self.totals_kept is None:
-            self.totals_kept = (totals_ahead(self.captured, self.device),)
-        return self.totals_kept[0]
+    def plan_again(self, planner: Replan, new: Captured, call: ModuleCall) -> Plan:
+        """Return a plan for another capture, with the parameters stored as they are."""
+        stage = planner(new, stored_pins(self, self.stage.buffers, new.graph))
+        return replace(self.plan, fingerprint=stage.fingerprint, stages=(stage,), seconds=stage.price.seconds)
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """Return the whole value of a buffer that the program reads."""
@@ -151,23 +132,10 @@ class MeshRun(ParallelRun):
         shape = self.captured.graph.nodes[self.captured.graph.index[name]].out.shape
         return as_dtensor(value, state, shape, self.device_mesh).full_tensor() if state.is_cut else value
 
-    def batch_of(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a call of the program that runs now, by input name."""
-        return self.batch.tensors(args, kwargs)
-
     def take_local_batch(self, without: frozenset[str]) -> None:
         """Call every rank with its own rows from now on; inputs of the names in ``without`` have none."""
         self.local_batch = LocalBatch(self.device_mesh)
         self.local_batch.without = without
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the program that runs now has one of eval mode beside it."""
-        return self.stage.evaluation is not None
-
-    def prepare_evaluation(self, sides: Mapping[str, int]) -> None:
-        """Make the program of eval mode."""
-        self.stage.prepare_evaluation(sides)
 
     def draws(self) -> bool:
         """Return whether the program has random operators."""
@@ -180,31 +148,6 @@ class MeshRun(ParallelRun):
     def rank_numbers(self) -> list[int]:
         """Return the ranks of the mesh."""
         return [int(rank) for rank in self.device_mesh.mesh.flatten()]
-
-    def kept_program(self) -> Fields:
-        """Return what makes up the program that runs now."""
-        return fields_of(self)
-
-    def resume_program(self, fields: Fields) -> None:
-        """Run one that was kept."""
-        resume(self, fields)
-
-    def take_program(
-        self, new: Captured, call: ModuleCall, replan: Replan | None, all_well: AllWell
-    ) -> None:
-        """Run another capture."""
-        take(self, new, replan, all_well)
-
-    def copied(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """Return a copy of the module."""
-        captured, seeds = self.captured, self.seeds
-        new = copied(
-            self, memo, lambda model, values: MeshRun(
-                model, captured, self.plan, self.device_mesh, values, alike=seeds.alike, random=seeds.mode
-            )
-        )
-        new.planned = self.planned
-        return new.module
 
     def in_step(self) -> bool:
         """Return whether a step has begun."""
@@ -233,9 +176,9 @@ class MeshRun(ParallelRun):
         call = self.calls + 1
         failures = self.failures
         if failures is None:  # one device: the program runs in the caller's own autograd graph
-            check_values(self, ModuleCall(args, kwargs, of_step=of_step))
+            self.check_values(ModuleCall(args, kwargs, of_step=of_step))
             with taken_anew(self):
-                return outputs_of(self, self.call_program(call, args, kwargs), call, of_step)
+                return self._outputs(self.call_program(call, args, kwargs), call, of_step)
         self.check_world()
         failures.settle()
         with failures.during(f"the forward of call {call}"):
@@ -244,21 +187,16 @@ class MeshRun(ParallelRun):
             if self.local_batch is not None and not of_step:
                 together = self.rows_of_all(args, kwargs)
                 args, kwargs = self.local_batch.whole(args, kwargs) if together is None else together
-            check_values(self, ModuleCall(args, kwargs, of_step=of_step))
+            self.check_values(ModuleCall(args, kwargs, of_step=of_step))
             meeting = self.meeting
             if meeting is not None:
                 meeting.note(f"the forward of call {call}")
             with taken_anew(self):
-                return outputs_of(self, self.call_program(call, args, kwargs), call, of_step)
+                return self._outputs(self.call_program(call, args, kwargs), call, of_step)
 
     def rows_of_all(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Call | None:
         """Return a call with the rows of all ranks, where each has its own and not equally many; else None."""
-        if (
-            self.local_batch is None
-            or self.buckets is not None
-            or self.programs is None
-            or not self.programs.shapes
-        ):
+        if self.local_batch is None or self.buckets is not None or self.programs is None or not self.programs.shapes:
             return None
         logs = [log for log in (self.meeting, self.programs.meeting) if log is not None]
         return self.local_batch.put_together(args, kwargs, logs)
@@ -266,6 +204,15 @@ class MeshRun(ParallelRun):
     def fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
         """Enclose a part of a step: what fails in it on one rank ends the step on all."""
         return self.failures.during(where) if self.failures is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def all_in_step(self, what: str) -> Iterator[None]:
+        """Enclose what all ranks do before a step begins, after all have broken off one that failed."""
+        self.check_world()
+        if self.failures is not None:
+            self.failures.settle()
+        with self.fails_everywhere(f"{what} of call {self.calls + 1}"):
+            yield
 
     def call_program(self, call: int, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Any, ...]:
         """Run the program on a call whose shapes it takes."""
@@ -277,9 +224,7 @@ class MeshRun(ParallelRun):
         stage, meeting = self.stage, self.meeting
         self.calls = call
         stage.bind()
-        inputs = self.compared.inputs(
-            lambda seen: self.inputs(args, kwargs, seen), self.named_parameters()
-        )
+        inputs = self.compared.inputs(lambda seen: self.inputs(args, kwargs, seen), self.named_parameters())
         seed = self.seeds.of_call(stage.graph_in(self.training)) if stage.draws_in(self.training) else None
 
         def run(inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
@@ -304,18 +249,47 @@ class MeshRun(ParallelRun):
 
         return crossed(stage.gradients, stage.probe, inputs, run, around)
 
-    def inputs(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], seen: Seen | None
-    ) -> dict[str, torch.Tensor]:
+    def _outputs(self, flat: tuple[Any, ...], call: int, of_step: bool) -> Any:
+        """Return the structure that the model gives, from the program's flat outputs.
+
+        Args:
+            call: its number.
+            of_step: it is a microbatch of a step, of which nothing but the loss is read.
+        """
+        graph, mesh = self.captured.graph, self.device_mesh
+        results: list[Any] = []
+        local_batch = None if of_step else self.local_batch
+        rows = batch_rows(self.captured) if local_batch is not None else 0
+        for i, (value, state) in enumerate(zip(flat, self.stage.plan.outputs, strict=True)):
+            if state is None or not isinstance(value, torch.Tensor):
+                results.append(value)
+                continue
+            value = with_pending(value, state, mesh)
+            if local_batch is not None and (shape := graph.spec(graph.outputs[i]).shape) and shape[0] == rows:
+                results.append(local_batch.of_output(value, state, shape))
+                continue
+            if any(not p.is_replicated and n > 1 for p, (_, n) in zip(state, self.stage.plan.mesh, strict=True)):
+                shape = graph.spec(graph.outputs[i]).shape
+                if self.meeting is None or i in self.plan.pins.outputs:
+                    value = as_dtensor(value, state, shape, mesh)
+                else:
+                    meet = partial(self.meeting.meet, "reads", f"output {i} of call {call}", IN_SHARDS)
+                    value = unread(value, state, shape, mesh, meet)
+            results.append(value)
+        n_outputs = self.captured.out_spec.num_leaves
+        leave(self, results[n_outputs:], of_step)
+        return pytree.tree_unflatten(results[:n_outputs], self.captured.out_spec)
+
+    def inputs(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], seen: Seen | None) -> dict[str, torch.Tensor]:
         """Return the local inputs by name; what ranks are to compare goes into ``seen``."""
         stage, batch = self.stage, self.batch
         local_inputs: dict[str, torch.Tensor] = {}
         tensors = batch.tensors(args, kwargs)
-        batch.check_one(tensors, self.given.microbatches)
+        batch.check_one(tensors, self.plan.microbatches)
         if (ahead := self.totals) is not None:
             of_step = self.given_ahead
             if of_step is None:
-                whole = whole_inputs(self, ahead, args, kwargs)
+                whole = self.whole_inputs(ahead, args, kwargs)
                 (of_step,) = computed_ahead([ahead], [whole], [1.0], self.buffer)
             local_inputs.update(of_step)
         for name, leaf in tensors.items():
@@ -325,39 +299,23 @@ class MeshRun(ParallelRun):
                 seen.add(batch.shown[name], name, leaf, None if tuple(leaf.shape) == slot.shape else slot.state)
         return local_inputs
 
+    def whole_inputs(
+        self, ahead: TotalsAhead, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> dict[str, torch.Tensor]:
+        """Return the inputs from which totals of the batch follow, whole: ranks may be called with their pieces."""
+        tensors = self.batch.tensors(args, kwargs)
+        whole = {}
+        for name, shape in ahead.inputs.items():
+            leaf = tensors[name].detach()
+            if not isinstance(leaf, DTensor) and tuple(leaf.shape) != shape:
+                leaf = as_dtensor(leaf, self.stage.inputs[name].state, shape, self.device_mesh)
+            whole[name] = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        return whole
+
     @property
     def held_params(self) -> Mapping[str, HeldParam]:
         """The parameters that the program reads, by name."""
         return self.stage.held_params
-
-    def train_step(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, optimizer: torch.optim.Optimizer | None = None,
-        microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Run a training step; arguments as of ``ParallelModule.train_step``."""
-        if self.buckets is not None:
-            (args, kwargs), _ = self.buckets.padded(args, kwargs)
-        parts = parts_of_step(self, args, kwargs, microbatches)
-        loss = trained(self, parts, grad_scaler.scale_of(scaler, self.device))
-        if optimizer is not None:
-            with self.fails_everywhere(f"the optimizer's step after call {self.calls}"):
-                grad_scaler.step(optimizer, scaler)
-            optimizer.zero_grad()
-        return loss
-
-    def check_step(self, call: ModuleCall) -> None:
-        """Check a call before a step begins: within it, another program would be refused."""
-        with self.all_in_step("the step"):
-            check_values(self, call)
-
-    @contextlib.contextmanager
-    def all_in_step(self, what: str) -> Iterator[None]:
-        """Enclose what all ranks do before a step begins, after all have broken off one that failed."""
-        self.check_world()
-        if self.failures is not None:
-            self.failures.settle()
-        with self.fails_everywhere(f"{what} of call {self.calls + 1}"):
-            yield
 
     def evaluate(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> torch.Tensor:
         """Return the loss of a batch without gradients."""
@@ -367,11 +325,3 @@ class MeshRun(ParallelRun):
         if number is None:
             raise RunError("the model has no scalar loss to evaluate; pass loss_fn= and targets= to parallelize")
         return outputs[number]  # type: ignore[no-any-return]
-
-
-def on_mesh(
-    model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
-    values: Callable[[str], torch.Tensor] | None = None, *, alike: bool | None = None, random: str = "sharded",
-) -> Any:  # fmt: skip
-    """Turn a model into a parallel module on one mesh, as a plan says; arguments as of :class:`MeshRun`."""
-    return parallel(MeshRun(model, captured, plan, device_mesh, values, alike=alike, random=random))

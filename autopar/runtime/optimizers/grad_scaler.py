@@ -5,10 +5,10 @@
 the step returns is without it.
 
 An infinite gradient has all ranks skip the optimizer's step. On one mesh torch's own reduction of what was found is
-made right for gradients in pieces (:mod:`.dtensor_fixes`). Ranks of a pipeline hold different parameters, and torch
-knows nothing of the other stages: there a rank whose gradients are finite, while another's are not, writes one that is
-not into its own. So the skipping, the new scale and a clipping in between follow as on one device, without a number
-being read on the host.
+made right for gradients in pieces (:mod:`~autopar.runtime.repairs.dtensor_fixes`). Ranks of a pipeline hold different
+parameters, and torch knows nothing of the other stages: there a rank whose gradients are finite, while another's are
+not, writes one that is not into its own. So the skipping, the new scale and a clipping in between follow as on one
+device, without a number being read on the host.
 """
 
 from __future__ import annotations

@@ -1,25 +1,22 @@
 """Optimizers that were made before a model was spread: moved to the new parameters.
 
 ``parallelize`` makes new parameters, and an optimizer of the old ones is refused by these
-(:mod:`~autopar.runtime.as_module.old_parameters`). :class:`Move` gives it the new parameters.
+(:mod:`~autopar.runtime.parameters.old_parameters`). :class:`Move` gives it the new parameters.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
-from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.parameters.state import like
+from autopar.runtime.ranks.collectives import as_sent
 from autopar.words.trees import PyTree
-
-if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import ParallelRun
 
 _STATES = {
     "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "ASGD": 1, "Rprop": 2,
@@ -48,9 +45,7 @@ class Move:
     before anything is changed.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         """Find the model's parameters in the optimizer's groups.
 
         Args:
@@ -105,10 +100,15 @@ class Move:
                     "they cannot be replaced; make it after parallelize"
                 )
 
-    def to(self, run: ParallelRun, group: Any) -> None:
-        """Move the optimizer to the parameters of a run: groups, options and the first rank's state are kept."""
-        new = dict(run.named_parameters(remove_duplicate=False))
-        state = self._first_ranks_state(group, run.device, new)
+    def to(self, new: Mapping[str, torch.Tensor], device: torch.device, group: Any) -> None:
+        """Move the optimizer to other parameters: groups, options and the first rank's state are kept.
+
+        Args:
+            new: those of the parallel module on this rank, by all their names.
+            device: this rank's.
+            group: the ranks that hold a part of the module.
+        """
+        state = self._first_ranks_state(group, device, new)
         for options, names in zip(self.optimizer.param_groups, self.layout, strict=True):
             olds = options["params"]
             kept = [i for i, name in enumerate(names) if name is None or name in new]

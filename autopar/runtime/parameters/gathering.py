@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.parameters.redistribution import ReshardStep, all_gather_flat, apply, padded_to, stacked, unstack
+from autopar.runtime.parameters.redistribution import ReshardStep, apply, padded_to, stacked, unstack
 from autopar.runtime.parameters.state import HeldParam
+from autopar.runtime.ranks.collectives import all_gather_flat
 from autopar.torch_private import preserve_version_counter
 
 UNIT_BYTES = 8 << 20

@@ -14,7 +14,7 @@ from autopar.lower.segments import with_segments
 from autopar.rules.function import Callee
 from autopar.runtime.parameters.gathering import Unit
 from autopar.runtime.parameters.state import HeldParam
-from autopar.runtime.stages.streams import StepStream
+from autopar.runtime.ranks.streams import StepStream
 from autopar.torch_private import current_backward
 
 AHEAD = 2

@@ -28,6 +28,8 @@ from autopar.words.meshes import Mesh
 from autopar.words.placements import REPLICATED, State, shard
 from autopar.words.shards import Box, box_of, local_shape
 
+Buffers = dict[str, tuple[torch.Tensor, State]]
+"""This rank's part of each buffer and constant, and how it is placed, by name."""
 _STEPS = "_autopar_steps"
 
 

@@ -1,6 +1,6 @@
 """A model in stages.
 
-========================= =============================================================================================
+========================= ==============================================================================================
 :mod:`.pipeline`          ``PipelineRun``: a step of all stages, and what crosses them
 :mod:`.pipeline_start`    what its ranks make together first; :mod:`.schedule_check`: schedules that cannot be run
 :mod:`.pipeline_programs` its programs by shapes and by the model's values
@@ -10,5 +10,5 @@
 :mod:`.wires`             messages between stages; :mod:`.received_tensors`: tensors of others, and their gradients
 :mod:`.ties`              parameters that several stages use; :mod:`.input_gradients`: gradients of the inputs
 :mod:`.pipeline_outputs`  what its forward gives
-========================= =============================================================================================
+========================= ==============================================================================================
 """

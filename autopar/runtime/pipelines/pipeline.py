@@ -14,55 +14,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
-from autopar.capture.evaluation import evaluated
 from autopar.errors import RunError
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import cut
-from autopar.rules.registry import drawing
-from autopar.runtime.as_module.copied import copied
-from autopar.runtime.as_module.parallel_module import parallel
-from autopar.runtime.as_module.run import ParallelRun
-from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import without_inference_mode
 from autopar.runtime.batches.local_batch_in_stages import RowsInStages
 from autopar.runtime.batches.same_batch import Calls, first_readers
-from autopar.runtime.batches.totals_ahead import totals_ahead
-from autopar.runtime.checkpoints.full_state_dict import of_all_groups
-from autopar.runtime.gradients.reached import reached_by
 from autopar.runtime.optimizers import grad_scaler
-from autopar.runtime.parameters.functions_of_all_parameters import flat_optimizer_states, scaled, squared_norm
-from autopar.runtime.parameters.registering import Placing
 from autopar.runtime.parameters.state import as_dtensor
-from autopar.runtime.pipelines import pipeline_programs
 from autopar.runtime.pipelines.pipeline_outputs import of_batch, of_run
-from autopar.runtime.pipelines.pipeline_programs import Lines
-from autopar.runtime.pipelines.pipeline_runs import forwards, ready_runs, seeds_of
+from autopar.runtime.pipelines.pipeline_runs import PipelineBatches
 from autopar.runtime.pipelines.pipeline_start import begun, check_fits, take_values, unread_in
-from autopar.runtime.pipelines.rank_actions import Span, Unfinished, Work
+from autopar.runtime.pipelines.rank_actions import Span, Unfinished
 from autopar.runtime.pipelines.schedule_check import check_buffers, check_rows
 from autopar.runtime.ranks.agree import Meeting
+from autopar.runtime.ranks.devices import device_of
 from autopar.runtime.ranks.failures import Failures
+from autopar.runtime.repairs.functions_of_all_parameters import flat_optimizer_states
+from autopar.runtime.stages.registering import Placing
 from autopar.runtime.stages.seeds import seeds_for
-from autopar.runtime.stages.stage import Stage, device_of
-from autopar.runtime.variants.buckets import Padding
-from autopar.runtime.variants.module_calls import ModuleCall
-from autopar.runtime.variants.program_cache import AllWell, Fields
+from autopar.runtime.variants.run import whole_of
 from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
 
 
-class PipelineRun(ParallelRun):
+class PipelineRun(PipelineBatches):
     """A model in stages on several groups of ranks. Every rank holds the parameters of its own stages."""
 
-    lines: Lines
-    local_batch: RowsInStages | None = None
-    padding: Padding
     failures: Failures
-    works: dict[int, Work]
-    spans: list[Span] | None
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_type: str = "cpu",
@@ -83,12 +66,11 @@ class PipelineRun(ParallelRun):
         Raises:
             PlanError: the plan is for another model. RunError: not as many ranks as devices in the plan.
         """
-        super().__init__(model, captured)
+        super().__init__(model, captured, plan)
         check_fits(plan, captured)
-        self.plan, self.rank, self.world = plan, dist.get_rank(), dist.group.WORLD
-        self.has_evaluation = False
+        self.rank, self.world = dist.get_rank(), dist.group.WORLD
         self.steps = 0
-        self.planned = captured, plan.microbatches
+        self.planned_microbatches = plan.microbatches
         self.parts = cut(captured.graph, plan.starts)
         check_rows(plan.schedule, self.parts)
         check_buffers(plan, {name for name, _ in model.named_buffers(remove_duplicate=False)})
@@ -103,57 +85,38 @@ class PipelineRun(ParallelRun):
         unread = unread_in(model, captured, self.parts)
         placings = {
             s: Placing(
-                self, model, self.parts[s].graph, captured.constants, plan.stages[s], meshes[s], shared=shared,
+                self.user, model, self.parts[s].graph, captured.constants, plan.stages[s], meshes[s], shared=shared,
                 unread=unread if s == 0 else None,
             )
             for s in mine
         }  # fmt: skip
         take_values(model, here, values, placings.values())
         well()
-        self.drawing = (drawing(captured.graph),) * 2
         self.device = torch.device(device_of(meshes[mine[0]]))
         self.no_parameter = torch.nn.Parameter(torch.empty(0, device=self.device))
-        self.batch = Batch(captured, self.signature, self.device)
-        self.reached_by = reached_by(captured.graph, self.device)
-        self.totals = totals_ahead(captured, self.device)
         readers = first_readers([captured.graph])
         self.compared = Calls(here.everyone, None, False, list(meshes.values()), readers)
         self.seeds = seeds_for(random, here.everyone, 0, self.device, alike)
-        self.failures = Failures(
-            range(dist.get_world_size()), groups.abort, stays_armed=self.device.type != "cpu"
-        )
+        self.failures = Failures(range(dist.get_world_size()), groups.abort, stays_armed=self.device.type != "cpu")
         self.leads = self.rank == plan.stages[mine[0]].devices[0]
-        for placing in placings.values():
-            placing.parameters()
-        buffers = {s: placing.registered_buffers() for s, placing in placings.items()}
-        self.user.store()
-        with self.user.restored_on_error():
-            self.stages = {
-                s: Stage(self.parts[s].graph, plan.stages[s], meshes[s], self, buffers[s]) for s in placings
-            }
-            self.lines, self.first_tied = (here.wires, here.tied), here.tied
-            self.works, self.unfinished, self.spans = {}, Unfinished(), None
-            self.work = pipeline_programs.work_of(self, plan.microbatches)
+        self.lines, self.first_tied = (here.wires, here.tied), here.tied
+        self.unfinished, self.spans = Unfinished(), None
+        self._place(placings)
+        self.work = self.work_of(plan.microbatches)
+
+    def rebuilt(self, model: torch.nn.Module, values: Callable[[str], torch.Tensor]) -> PipelineRun:
+        """Return a run like this one of a copy of the model, with given whole values by name; all ranks call it."""
+        seeds = self.seeds
+        new = PipelineRun(
+            model, self.captured, self.plan, self.device.type, values, alike=seeds.alike, random=seeds.mode
+        )
+        new.planned_microbatches, new.first_tied = self.planned_microbatches, self.first_tied
+        return new
 
     def take_local_batch(self, without: frozenset[str]) -> None:
         """Call every rank with its own rows from now on; inputs of the names in ``without`` have none."""
-        self.local_batch = RowsInStages(
-            [(s.mesh, s.devices) for s in self.plan.stages], self.rank
-        )
+        self.local_batch = RowsInStages([(s.mesh, s.devices) for s in self.plan.stages], self.rank)
         self.local_batch.without = without
-
-    @property
-    def rows(self) -> RowsInStages | None:
-        """How this step's rows lie on the ranks; None if each of them has all of them."""
-        return (
-            self.local_batch
-            if self.local_batch is not None and self.local_batch.counts is None
-            else None
-        )
-
-    def draws(self) -> bool:
-        """Return whether the program has random operators."""
-        return self.drawing[0] is not None
 
     def ranks(self) -> tuple[Any, int]:
         """Return the process group of the ranks that hold a part, and the first of them."""
@@ -181,35 +144,27 @@ class PipelineRun(ParallelRun):
         """Return the first names of tied parameters by the others."""
         return {alias: name for part in self.parts for alias, name in part.graph.tied.items()}
 
-    def copied(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """Return a copy of the module, on the same ranks; every rank copies."""
-        captured, plan, kind, seeds = self.captured, self.plan, self.device.type, self.seeds
-        new = copied(
-            self, memo, lambda model, values: PipelineRun(
-                model, captured, plan, kind, values, alike=seeds.alike, random=seeds.mode
-            )
-        )
-        new.planned, new.first_tied = self.planned, self.first_tied
-        return new.module
-
     # -- a step
 
     def train_step(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, optimizer: torch.optim.Optimizer | None = None,
-        scaler: torch.amp.GradScaler | None = None,
+        microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Run a training step; arguments as of ``ParallelModule.train_step``."""
+        if microbatches is not None:
+            raise RunError(
+                f"train_step: microbatches is {microbatches}, and a pipeline's schedule says how many a step has "
+                f"({self.plan.microbatches}); leave it out, or parallelize with microbatches={microbatches}"
+            )
         self.check_trains()
         with self.all_in_step(f"train_step {self.steps}"):
             scale = grad_scaler.scale_of(scaler, self.device)
-            ready = ready_runs(self, args, kwargs, "to train on")
+            ready = self.ready_runs(args, kwargs, "to train on")
             if not self.told_of_statistics:
                 microbatches = sum(each.run.microbatches for each in ready)
-                self.told_of_statistics = tell_of_statistics(
-                    [each.captured.graph for each in ready], microbatches
-                )
+                self.told_of_statistics = tell_of_statistics([each.captured.graph for each in ready], microbatches)
             losses: list[torch.Tensor] = []
-            seeds_of_runs = seeds_of(self, ready)
+            seeds_of_runs = self.seeds_of(ready)
             for each, seeds in zip(ready, seeds_of_runs, strict=True):
                 shares = each.weights
                 each.batch.check_planned(each.callers)
@@ -240,39 +195,13 @@ class PipelineRun(ParallelRun):
             self.groups.check(self.generation)
             yield
 
-    # -- programs of eval mode and of other values
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the program that runs now has one of eval mode beside it."""
-        return self.has_evaluation
-
-    def prepare_evaluation(self, sides: Mapping[str, int]) -> None:
-        """Make the program of eval mode."""
-        for stage in self.stages.values():
-            stage.prepare_evaluation(sides)
-        self.has_evaluation = True
-        self.drawing = self.drawing[0], drawing(evaluated(self.captured.graph, sides))
-
-    def kept_program(self) -> Fields:
-        """Return what makes up the program that runs now."""
-        return pipeline_programs.fields_of(self)
-
-    def resume_program(self, fields: Fields) -> None:
-        """Run one that was kept."""
-        pipeline_programs.resume(self, fields)
-
-    def take_program(self, new: Captured, call: ModuleCall, replan: Any, all_well: AllWell) -> None:
-        """Run another capture."""
-        pipeline_programs.take(self, new, call.parts or self.plan.microbatches, replan, all_well)
-
     # -- without gradients
 
     def evaluate(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> torch.Tensor:
         """Return the mean loss of a batch without gradients."""
         with self.all_in_step("a forward without gradients"):
-            ready = ready_runs(self, args, kwargs, "to evaluate")
-            losses = [loss for loss, _ in forwards(self, ready)]
+            ready = self.ready_runs(args, kwargs, "to evaluate")
+            losses = [loss for loss, _ in self.forwards(ready)]
             return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
 
     def forward(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -287,7 +216,7 @@ class PipelineRun(ParallelRun):
                 "a loss without gradients evaluate(*batch)"
             )
         with self.all_in_step("a forward without gradients"):
-            ready = ready_runs(self, args, kwargs)
+            ready = self.ready_runs(args, kwargs)
             for each in ready:
                 for name, x in each.callers.items():
                     if x.requires_grad and torch.is_grad_enabled():
@@ -297,14 +226,12 @@ class PipelineRun(ParallelRun):
                             "gives inputs their gradients"
                         )
             of_runs = [
-                of_run(each, loss, parts) for each, (loss, parts) in zip(ready, forwards(self, ready), strict=True)
+                of_run(each, loss, parts) for each, (loss, parts) in zip(ready, self.forwards(ready), strict=True)
             ]
             of_all = of_batch(ready[0], of_runs, self.local_batch)
             spec = ready[0].captured.out_spec
             outputs = pytree.tree_unflatten(of_all[: spec.num_leaves], spec)
-            return (
-                outputs if self.buckets is None else self.buckets.cut(outputs, self.padding)
-            )
+            return outputs if self.buckets is None else self.buckets.cut(outputs, self.padding)
 
     def record(self, on: bool = True) -> list[Span]:
         """Start to record what the next steps do on this rank, or stop."""
@@ -314,32 +241,69 @@ class PipelineRun(ParallelRun):
 
     # -- of all stages
 
+    def full_state(self, all_ranks: bool) -> dict[str, torch.Tensor] | None:
+        """Return the state dict of the model on one device: the first rank of each group gives what its stages hold."""
+        mine: dict[str, torch.Tensor] = {}
+        for name, value in self.in_state_dict().items():  # one whole tensor at a time
+            whole = whole_of(value)
+            if self.leads:
+                mine[name] = whole.cpu()
+        gathered: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+        if all_ranks:
+            dist.all_gather_object(gathered, mine)
+        else:
+            dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
+        if not all_ranks and dist.get_rank() != 0:
+            return None
+        return {name: value for part in gathered for name, value in part.items()}
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients of all stages so that their norm is at most ``max_norm``; return the norm before."""
         if norm_type != 2.0:
             raise RunError(f"clip_grad_norm_: norm_type is {norm_type}; a pipeline knows 2")
         with self.all_in_step("clip_grad_norm_"):
-            squared = squared_norm(self, {each.name: each.stages[0] for each in self.first_tied})
+            squared = self._squared_norm({each.name: each.stages[0] for each in self.first_tied})
             dist.all_reduce(squared, group=self.work.everyone)
-        return scaled(self.parameters(), squared.sqrt(), max_norm)
+        return self._scaled(squared.sqrt(), max_norm)
 
     def whole_values(self) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers, whole, on this rank's device, where all ranks call it.
 
         Those that several stages hold under several names are one tensor as in the model.
         """
-        state, same = of_all_groups(self, all_ranks=True), dict[int, torch.Tensor]()
+        state, same = self.full_state(all_ranks=True), dict[int, torch.Tensor]()
+        assert state is not None
         named = [*self.user.params.items(), *self.user.buffers.items()]
         for name, tensor in named:
             if name in state and id(tensor) not in same:
                 same[id(tensor)] = state[name].to(self.device)
         return {name: same[id(tensor)] for name, tensor in named if id(tensor) in same}
 
+    def _squared_norm(self, first: Mapping[str, int]) -> torch.Tensor:
+        """Compute the squared norm of the gradients of this rank's stages, float64 [].
 
-def pipelined(
-    model: torch.nn.Module, captured: Captured, plan: Plan, device_type: str = "cpu",
-    values: Callable[[str], torch.Tensor] | None = None, alike: bool | None = None, meeting: Meeting | None = None,
-    random: str = "sharded",
-) -> Any:  # fmt: skip
-    """Turn a model into a parallel module in stages; arguments as of :class:`PipelineRun`."""
-    return parallel(PipelineRun(model, captured, plan, device_type, values, alike, meeting, random))
+        What several ranks hold is counted on one of them.
+
+        Args:
+            first: for each parameter that several groups of ranks hold, the stage whose ranks count it.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        counted: dict[torch.nn.Parameter, bool] = {}
+        for name, param in self.named_parameters(remove_duplicate=False):
+            counted.setdefault(param, bool(self.leads))
+            if name in first:  # whichever of its names that is
+                counted[param] = self.rank == self.plan.stages[first[name]].devices[0]
+        for param, counts in counted.items():
+            if param.grad is not None:
+                norm = param.grad.norm()
+                whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                total += whole.double() ** 2 if counts else 0.0
+        return total
+
+    def _scaled(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+        """Scale all gradients to have at most ``max_norm``, and return ``norm``, theirs before."""
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for param in {id(p): p for p in self.parameters()}.values():
+            if param.grad is not None:
+                param.grad.mul_(scale.to(param.grad.dtype))
+        return norm

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from autopar.runtime.batches.local_batch_in_stages import RowsInStages
 from autopar.runtime.batches.runs import rows_of_microbatch
-from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.pipelines.ready_runs import Ready
+from autopar.runtime.ranks.collectives import as_sent
 from autopar.words.graph import Ref
 
 Parts = dict[int, list[torch.Tensor]]

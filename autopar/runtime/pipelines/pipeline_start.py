@@ -17,13 +17,12 @@ from autopar.capture import Captured
 from autopar.errors import PlanError, RunError
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph
-from autopar.runtime.parameters.functions_of_all_parameters import refuse_norms_on
-from autopar.runtime.parameters.registering import Placing
-from autopar.runtime.pipelines.ties import Tied, tie_wires, tied_parameters
+from autopar.runtime.pipelines.ties import Tied, groups_between, tied_parameters
 from autopar.runtime.pipelines.wires import Wire, wires_of
 from autopar.runtime.ranks.agree import FirstRankValues
 from autopar.runtime.ranks.groups import Groups, groups_for
-from autopar.runtime.ranks.plan_groups import groups_of
+from autopar.runtime.repairs.functions_of_all_parameters import refuse_norms_on
+from autopar.runtime.stages.registering import Placing
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def begun(parts: Sequence[StageGraph], plan: Plan, device_type: str) -> Start:
     """Make all groups that the pipeline will ever need, on all ranks in one order."""
     wires, tied = wires_of(parts, plan), tied_parameters(parts, plan)
     groups = groups_for(torch.device(device_type))
-    groups.make(groups_of(parts, plan, [*wires, *tie_wires(tied, plan).values()], tied))
+    groups.make(groups_between(parts, plan, wires, tied))
     mine = [s for s, stage in enumerate(plan.stages) if dist.get_rank() in stage.devices]
     meshes = {s: groups.mesh(plan.stages[s].mesh, plan.stages[s].devices) for s in mine}
     if len({stage.devices for stage in plan.stages}) > 1:

@@ -136,9 +136,7 @@ class Flight:
         loss: torch.Tensor | None = None if graph.loss is None else flat[graph.loss]
         if torch.is_grad_enabled():
             self.stage.gradients.in_step.add(self.stage.gradients.took)
-            outputs = {
-                at: get_gradient_edge(x) for at, x in enumerate(flat[: len(self.part.gives)]) if x.requires_grad
-            }
+            outputs = {at: get_gradient_edge(x) for at, x in enumerate(flat[: len(self.part.gives)]) if x.requires_grad}
             self.flying[microbatch] = _Microbatch(arrived, outputs, loss, reached)
         return loss, flat
 

@@ -20,7 +20,8 @@ from autopar.runtime.gradients.gradient_reduction import in_dtype
 from autopar.runtime.gradients.reached import Reached
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.pipelines.wires import Post, Wire, pairs_of
-from autopar.runtime.ranks.groups import Groups
+from autopar.runtime.ranks.groups import Groups, Wanted
+from autopar.runtime.stages.plan_groups import groups_of
 from autopar.runtime.stages.stage import Stage
 from autopar.words.graph import Spec
 from cost_models.schedules.actions import Action
@@ -82,6 +83,14 @@ def tie_wires(tied: Sequence[Tied], plan: Plan) -> dict[tuple[str, int, int], Wi
     return wires
 
 
+def groups_between(
+    parts: Sequence[StageGraph], plan: Plan, wires: Sequence[Wire], tied: Sequence[Tied]
+) -> list[Wanted]:
+    """List all groups of a pipeline, also those of what crosses between its stages, in the order of their making."""
+    holders = [ranks for each in tied for ranks in each.rank_sets(plan)]
+    return groups_of(parts, plan, holders, pairs_of([*wires, *tie_wires(tied, plan).values()]))
+
+
 class Ties:
     """The tied parameters of a pipeline.
 
@@ -98,9 +107,7 @@ class Ties:
         """
         self.tied = tied
         self.stages = {each.name: each.stages for each in tied}
-        self.groups = {
-            each.name: groups.of(ranks) for each in tied for ranks in each.rank_sets(plan) if rank in ranks
-        }
+        self.groups = {each.name: groups.of(ranks) for each in tied for ranks in each.rank_sets(plan) if rank in ranks}
         self.wires = tie_wires(tied, plan)
         places = {device for stage in plan.stages for device in stage.devices}
         rows = {

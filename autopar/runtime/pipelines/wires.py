@@ -29,8 +29,8 @@ from autopar.lower.collectives import state_step
 from autopar.plans.plan import Plan, StageEdge
 from autopar.plans.stage_graphs import StageGraph
 from autopar.plans.transfer import RECEIVED_AHEAD, RECEIVED_AHEAD_ON_DEVICE, Piece, Transfer, box_at, transfer
-from autopar.runtime.parameters.redistribution import as_sent
-from autopar.runtime.stages.streams import StepStream
+from autopar.runtime.ranks.collectives import as_sent
+from autopar.runtime.ranks.streams import StepStream
 from autopar.words.placements import path
 from cost_models.schedules.actions import Action
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
 from autopar.errors import AutoparError, MeshError, RunError
-from autopar.runtime.parameters.redistribution import as_sent
+from autopar.runtime.ranks.collectives import as_sent
 from autopar.runtime.ranks.devices import choose_device
 from autopar.runtime.ranks.failures import is_of_another_rank
 from autopar.runtime.ranks.groups import groups_on

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError, first_few
-from autopar.runtime.batches.calls import is_host_number
 from autopar.runtime.ranks.store_meeting import from_all
 from autopar.torch_private import pytree
 
@@ -118,3 +118,22 @@ def check_different(gpus: Mapping[int, str]) -> None:
                 "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before anything is put on a GPU, or put the "
                 "model on the rank's own, model.to(f'cuda:{local_rank}')"
             )
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Check whether two names mean one device; one without a number means the process's own of its kind."""
+    if a.type != b.type or a.type == "cpu":
+        return a.type == b.type
+    current = torch.accelerator.current_device_index() if None in (a.index, b.index) else 0
+    return (current if a.index is None else a.index) == (current if b.index is None else b.index)
+
+
+def is_host_number(x: torch.Tensor) -> bool:
+    """Check whether a tensor has no dims and is on the CPU: torch's operators mix such with tensors of any device."""
+    return x.dim() == 0 and x.device.type == "cpu"
+
+
+def device_of(device_mesh: DeviceMesh) -> str:
+    """Return this rank's device, as torch spells it."""
+    kind = device_mesh.device_type
+    return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"

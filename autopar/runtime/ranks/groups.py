@@ -4,7 +4,7 @@
 that are not in it: it counts the calls, and the count is the group's name. Where only some ranks call it, the next
 group that the user makes has another name on each rank, and nobody finds the others. And the first operation of an NCCL
 communicator blocks the host until all of its ranks have come there: two ranks that begin with different communicators
-wait for each other for ever. So all that a plan needs is known beforehand (:mod:`autopar.runtime.ranks.plan_groups`),
+wait for each other for ever. So all that a plan needs is known beforehand (:mod:`autopar.runtime.stages.plan_groups`),
 and made and used once here, in that order, before anything else. Ranks may come late; nobody passes anybody.
 
 Groups are kept: the next plan that needs the same ranks for the same purpose has the same group, since communicators

@@ -49,9 +49,7 @@ class WorldStep:
     """Gradients of inputs, those from earlier stages among them; of a pipeline, of all microbatches in order."""
 
 
-def write_first(
-    graph: Graph, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-) -> None:
+def write_first(graph: Graph, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
     """Write to whole parameters what a call of the model writes to them before it reads them."""
     if graph.before is None:
         return

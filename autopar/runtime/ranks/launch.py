@@ -96,7 +96,8 @@ def run_local(
             for rank in range(n):
                 here, there = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_rank, args=(there, fn, args, rank, told, timeout, threads, backend),
+                    target=_rank,
+                    args=(there, fn, args, rank, told, timeout, threads, backend),
                     daemon=False,  # which may not start processes of its own, such as a data loader's workers
                 )
                 process.start()

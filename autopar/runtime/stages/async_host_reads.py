@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.stages.streams import current_stream
+from autopar.runtime.ranks.streams import current_stream
 
 AHEAD = 2
 """Calls whose numbers may be on their way."""

@@ -4,18 +4,12 @@ A parameter that is gathered for each use is gathered by functional collectives 
 the forward and again for the backward. The leaf, on which autograd accumulates, stays without memory: its gradient
 comes out of the graph, and is reduced as always. Parameters that are gathered once a step are gathered before the graph
 begins.
-
-A parallel module that is called within a ``torch.compile`` of the user's, of the module itself or of a function around
-it, is compiled as that one asks (:func:`compiled_as_callers`): Dynamo leaves the Python of the runtime as it is, and
-the programs, which :meth:`~autopar.runtime.as_module.parallel_module.ParallelModule.compile` compiles, get the same
-backend and options.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,17 +19,10 @@ from autopar.lower.program import Program
 from autopar.runtime.parameters.redistribution import apply
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.stages.compiled_order import OneOrder
-from autopar.torch_private import callers_compiler, options_of_compiler
-from autopar.words.trees import Context, PyTree
+from autopar.words.trees import Context
 
 CompileArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of ``torch.compile``."""
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-ITSELF = "itself"
-"""How a module is compiled whose user has called ``compile``: no ``torch.compile`` around a call changes it."""
 
 
 class _Gathered(torch.autograd.Function):
@@ -90,58 +77,6 @@ def check_compiled(program: Program, options: dict[str, Any]) -> None:
             f"compile(fullgraph=True): the program is no single graph, for the compiler does not see into {shown}. "
             "Compile it without fullgraph=True: it is broken up there, and right"
         )
-
-
-def compile_programs(pm: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
-    """Compile the programs of a parallel module, that which runs now and those that are kept for other calls.
-
-    Raises:
-        RunError: the whole graph is asked for, and a program is none.
-    """
-    if pm.seeds.mode == "torch":
-        raise RunError(
-            "programs that draw as torch does in eager mode (random='torch') are not compiled, since the host follows "
-            "torch's generator through each call: parallelize with random='sharded', the default"
-        )
-    kept = pm.programs.kept if pm.programs is not None else ()
-    of_all = [fields["stages"].values() if "stages" in fields else [fields["stage"]]
-              for fields in (pm.kept_program(), *kept)]  # fmt: skip
-    stages = [stage for those in of_all for stage in those]
-    for stage in stages:
-        check_compiled(stage.program, kwargs)
-    for stage in stages:
-        stage.compile(args, kwargs)
-
-
-def compiled_as_callers(method: Method) -> Method:
-    """Wrap a method of a parallel module that the compiler is not to trace.
-
-    The module's programs are compiled with the options of an enclosing ``torch.compile``, if there is one.
-    """
-
-    @torch.compiler.disable
-    def run(pm: Any, compiler: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-        if callable(compiler):  # not None, of no compiler, nor False, of what was compiled already
-            _compile_as(pm._autopar, options_of_compiler(compiler))
-        return method(pm, *args, **kwargs)
-
-    @torch.compiler.disable(recursive=False)  # this frame alone, which sees the caller's compiler
-    @functools.wraps(method)
-    def seen(pm: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return run(pm, callers_compiler(), args, kwargs)
-
-    return seen  # type: ignore[no-any-return]
-
-
-def _compile_as(pm: Any, options: dict[str, Any]) -> None:
-    """Compile the programs as a caller asks.
-
-    Not if they already are, if the user has called ``compile``, or in the middle of a step.
-    """
-    if pm.compiled_as in (options, ITSELF) or pm.in_step():
-        return
-    compile_programs(pm, (), options)
-    pm.compiled_as = options
 
 
 def records_graphs(arguments: CompileArguments) -> bool:

@@ -1,8 +1,7 @@
 """A program on one mesh with the parameters and buffers that it reads: a whole model, or one stage of a pipeline.
 
-Two kinds of runs have stages: :class:`~autopar.runtime.one_mesh.executor.MeshRun` has one, which runs as a node of the
-caller's autograd graph; :class:`~autopar.runtime.pipelines.pipeline.PipelineRun` has those of its rank, and runs the
-parts of a step itself. What is stored is registered in the module; a stage follows it there.
+A run on one mesh has one, which runs as a node of the caller's autograd graph; in a pipeline a rank has some, and runs
+the parts of a step itself. What is stored is registered in the module; a stage follows it there.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,22 +26,17 @@ from autopar.runtime.gradients.step_gradients import Gradients
 from autopar.runtime.gradients.taking_part import TakingPart
 from autopar.runtime.parameters import prefetch
 from autopar.runtime.parameters.gathering import Unit, make_units
-from autopar.runtime.parameters.state import Followed, HeldParam, joined, local_shard, note_write
+from autopar.runtime.parameters.state import Buffers, Followed, HeldParam, joined, local_shard, note_write
+from autopar.runtime.ranks.devices import device_of
+from autopar.runtime.ranks.streams import StepStream
 from autopar.runtime.stages.branch_checks import WaysTaken
 from autopar.runtime.stages.buffer_versions import outliving
 from autopar.runtime.stages.compiled import CompileArguments, compiled
 from autopar.runtime.stages.compiled_order import OneOrder
-from autopar.runtime.stages.streams import StepStream
+from autopar.runtime.stages.home import Home
 from autopar.words.autocasting import without_autocast
 from autopar.words.graph import Graph, Node
-from autopar.words.placements import State
 from autopar.words.trees import PyTree
-
-if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import ParallelRun
-
-Buffers = dict[str, tuple[torch.Tensor, State]]
-"""This rank's part of each buffer and constant, and how it is placed, by name."""
 
 
 class Stage:
@@ -56,7 +50,7 @@ class Stage:
     """
 
     def __init__(
-        self, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, home: ParallelRun, buffers: Buffers,
+        self, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, home: Home, buffers: Buffers,
         compile_args: CompileArguments | None = None,
     ) -> None:  # fmt: skip
         """Initialize the object.
@@ -245,9 +239,7 @@ class Stage:
             for i in self.input_slots.values():
                 self.template[i] = None
 
-    def _run(
-        self, inputs: Mapping[str, torch.Tensor], seed: Any, same_step: bool, evaluating: bool
-    ) -> tuple[Any, ...]:
+    def _run(self, inputs: Mapping[str, torch.Tensor], seed: Any, same_step: bool, evaluating: bool) -> tuple[Any, ...]:
         program, run, template = self.program, self.run_program, self.template
         for name, value in inputs.items():
             template[self.input_slots[name]] = value
@@ -326,9 +318,3 @@ class Stage:
     def free(self) -> None:
         """Free what was gathered for one use."""
         self.schedule.end()
-
-
-def device_of(device_mesh: DeviceMesh) -> str:
-    """Return this rank's device, as torch spells it."""
-    kind = device_mesh.device_type
-    return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"

@@ -23,7 +23,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,15 @@ from autopar.capture.python.guards import Change, refusal
 from autopar.capture.unread import changed_strings, unread_strings
 from autopar.errors import AutoparError, RunError, first_few
 from autopar.plans.plan import StagePlan
-from autopar.runtime.as_module.module_modes import difference, in_modes
-from autopar.runtime.batches.outputs import CollectiveLog
+from autopar.runtime.batches.batch import Batch as BatchOfProgram
+from autopar.runtime.batches.module_calls import Batch, ModuleCall, batch_rows, check_autocast
 from autopar.runtime.ranks.agree import everywhere
-from autopar.runtime.variants.module_calls import Batch, ModuleCall, batch_rows
+from autopar.runtime.ranks.collective_log import CollectiveLog
+from autopar.runtime.variants.module_modes import difference, in_modes
+from autopar.runtime.variants.program_run import Fields
+from autopar.runtime.variants.run import OtherPrograms, ParallelRun
 from autopar.torch_private import functorch_is_active, pytree
-from autopar.words.autocasting import autocast_now, shown
+from autopar.words.autocasting import autocast_now
 
 KEPT = 8
 """Programs of one module that are kept beside the one that runs."""
@@ -75,32 +78,9 @@ Replan = Callable[[Captured, Mapping[str, str]], StagePlan]
 
 Compare = Callable[[Captured, torch.nn.Module, Batch], None]
 """Refuses a capture that is not what the model does with a batch."""
-AllWell = Callable[[], contextlib.AbstractContextManager[None]]
-"""Gives contexts (:func:`~autopar.runtime.ranks.agree.everywhere`): what fails in one on any rank is raised on all."""
-Fields = dict[str, Any]
 
 
-if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import ParallelRun
-
-
-def check_values(run: ParallelRun, call: ModuleCall) -> None:
-    """Run the program of the call's shapes, with the values that the model has.
-
-    Raises:
-        RunError: it was captured with others, and they cannot or shall not be captured again.
-    """
-    guards = run.captured.guards
-    guards.tell_of_gradient_mode()
-    if run.programs is not None:
-        run.programs.follow(run, call)
-    else:
-        check_autocast(run.captured)
-        if not guards.same():
-            raise RunError(refusal(guards.changes()))
-
-
-class Programs:
+class Programs(OtherPrograms):
     """The programs that one module has had.
 
     Args:
@@ -154,7 +134,7 @@ class Programs:
         twin.meeting = CollectiveLog(self.ranks) if self.meeting is not None else None
         return twin
 
-    def follow(self, pm: ParallelRun, call: ModuleCall) -> None:
+    def follow(self, run: ParallelRun, call: ModuleCall) -> None:
         """Run the program of a call and of the values that its model has; before each call, on every rank.
 
         Raises:
@@ -163,24 +143,22 @@ class Programs:
         """
         self.calls += 1
         if self.meeting is not None:
-            self.meeting.broken_off = pm.failures.heard if pm.failures is not None else str
-        with pm.user.as_captured():
-            same = pm.captured.guards.same()
-            changes = [] if same else pm.captured.guards.changes()
-        of_example = self._of_example(pm, call)
-        fits = self._fits(pm, call) and of_example is None and not self._is_of_fewer(pm, pm.captured, call)
-        in_mode = pm.runs_in(pm.trained)
+            self.meeting.broken_off = run.failures.heard if run.failures is not None else str
+        with run.user.as_captured():
+            same = run.captured.guards.same()
+            changes = [] if same else run.captured.guards.changes()
+        of_example = self._of_example(run, call)
+        fits = self._fits(run, call) and of_example is None and not self._is_of_fewer(run, run.captured, call)
+        in_mode = run.runs_in(run.trained)
         if not same and not self.values:
             raise RunError(refusal(changes))
-        mode = "in training" if pm.training else "in eval mode"
+        mode = "in training" if run.training else "in eval mode"
         mode += "" if torch.is_grad_enabled() else " without gradients"
-        rows_differ = (
-            same and not self.shapes and pm.local_batch is not None and not self._fits_as_captured(pm, call)
-        )
+        rows_differ = same and not self.shapes and run.local_batch is not None and not self._fits_as_captured(run, call)
         if rows_differ and self.meeting is not None:  # maybe on this rank alone, and others wait for its rows
             self.meeting.meet("is at", f"call {self.calls} with {_unmarked(call.shown())}", OTHER_CALL)
         way_before = self.way
-        self.way = mode, way_before[1] if call.of_step else call.parts_of(pm.captured)
+        self.way = mode, way_before[1] if call.of_step else call.parts_of(run.captured)
         if same and fits and in_mode and self.way == way_before:
             if self.meeting is not None:
                 self.meeting.note(f"call {self.calls} without a change")
@@ -191,41 +169,41 @@ class Programs:
                 why = ON_ALL if mode != way_before[0] else OTHER_CALL
                 self.meeting.meet("is at", f"call {self.calls} {mode}{parts}", why)
             return
-        takes = (i for i, fields in enumerate(self.kept) if self._is_for(pm, fields, call))
-        place = next((i for i in takes if not self._is_of_fewer(pm, self.kept[i]["captured"], call)), None)
+        takes = (i for i, fields in enumerate(self.kept) if self._is_for(run, fields, call))
+        place = next((i for i in takes if not self._is_of_fewer(run, self.kept[i]["captured"], call)), None)
         place = of_example if of_example is not None else place
-        self._meet(place, changes, None if fits else call, "" if in_mode else pm.modes.shown())
-        if pm.in_step():
-            what = self._change(pm, changes, call, fits)
+        self._meet(place, changes, None if fits else call, "" if in_mode else run.modes.shown())
+        if run.in_step():
+            what = self._change(run, changes, call, fits)
             raise RunError(f"values, shapes or modes have changed between two microbatches of one step\n{what}")
         if not fits:
-            one_of_several = pm.training and not call.in_parts
-            pm.batch.check_other(call.args, call.kwargs, pm.plan.microbatches if one_of_several else 1)
-        before = pm.kept_program()
+            one_of_several = run.training and not call.in_parts
+            run.batch.check_other(call.args, call.kwargs, run.plan.microbatches if one_of_several else 1)
+        before = run.kept_program()
         try:
             if place is None:
-                self._captured_again(pm, changes, call, fits)
+                self._captured_again(run, changes, call, fits)
             else:
-                pm.resume_program(self.kept.pop(place))
-            if pm.modes.training != pm.trained and not pm.have_evaluation():
-                self._captured_again(pm, changes, call, fits=False)  # eval mode is another graph
+                run.resume_program(self.kept.pop(place))
+            if run.modes.training != run.trained and not run.have_evaluation():
+                self._captured_again(run, changes, call, fits=False)  # eval mode is another graph
         except BaseException:
-            pm.resume_program(before)
+            run.resume_program(before)
             raise
-        pm.compared.next_one()
+        run.compared.next_one()
         self.kept = [*self.kept, before][-self.most :]
 
-    def _fits(self, pm: Any, call: ModuleCall) -> bool:
+    def _fits(self, run: ParallelRun, call: ModuleCall) -> bool:
         """Check whether the running program takes a call; where shapes are not followed, it raises its own error.
 
         Raises:
             RunError: the call is under another autocast, and other calls are not followed.
         """
         if not self.shapes:
-            check_autocast(pm.captured)
-        return self._takes(pm.captured, pm.batch, call)
+            check_autocast(run.captured)
+        return self._takes(run.captured, run.batch, call)
 
-    def _takes(self, captured: Captured, batch: Any, call: ModuleCall) -> bool:
+    def _takes(self, captured: Captured, batch: BatchOfProgram, call: ModuleCall) -> bool:
         if not self.shapes:
             return True
         if self._for_steps(captured, call) is not None:
@@ -246,41 +224,41 @@ class Programs:
             return None
         return decided_for_steps(captured)[1]
 
-    def _is_counted(self, pm: Any, call: ModuleCall) -> bool:
+    def _is_counted(self, run: ParallelRun, call: ModuleCall) -> bool:
         """Check whether the number of microbatches of a step follows from its rows and those of the example."""
         if self.rows is None:
-            self.rows = batch_rows(pm.captured) if pm.captured.example is not None else 0
+            self.rows = batch_rows(run.captured) if run.captured.example is not None else 0
         whole = call.in_parts and call.one is None and call.parts is None
-        return whole and self.shapes and pm.buckets is None and self.rows > 0
+        return whole and self.shapes and run.buckets is None and self.rows > 0
 
-    def _of_example(self, pm: Any, call: ModuleCall) -> int | None:
+    def _of_example(self, run: ParallelRun, call: ModuleCall) -> int | None:
         """Return which kept program is of the example's rows and takes a step that a smaller one takes in more parts.
 
         The batch statistics of these would be others. None if there is no such program, or it runs now.
         """
-        if not self._is_counted(pm, call) or batch_rows(pm.captured) == self.rows:
+        if not self._is_counted(run, call) or batch_rows(run.captured) == self.rows:
             return None
         return next(
             (
                 i for i, fields in enumerate(self.kept)
-                if batch_rows(fields["captured"]) == self.rows and self._is_for(pm, fields, call)
+                if batch_rows(fields["captured"]) == self.rows and self._is_for(run, fields, call)
             ), None,
         )  # fmt: skip
 
-    def _is_of_fewer(self, pm: Any, captured: Captured, call: ModuleCall) -> bool:
+    def _is_of_fewer(self, run: ParallelRun, captured: Captured, call: ModuleCall) -> bool:
         """Check whether a step with fewer rows than the example would be cut, if it is one microbatch."""
-        if not self._is_counted(pm, call):
+        if not self._is_counted(run, call):
             return False
         have = rows_of((call.args, dict(call.kwargs)), no_rows_in(captured))
         return have < (self.rows or 0) and batch_rows(captured) != have
 
-    def _fits_as_captured(self, pm: Any, call: ModuleCall) -> bool:
+    def _fits_as_captured(self, run: ParallelRun, call: ModuleCall) -> bool:
         args, kwargs = call.one or (call.args, call.kwargs)
-        return bool(pm.batch.fits(args, kwargs, call.in_parts and call.one is None))
+        return bool(run.batch.fits(args, kwargs, call.in_parts and call.one is None))
 
-    def _is_for(self, pm: Any, fields: Fields, call: ModuleCall) -> bool:
+    def _is_for(self, run: ParallelRun, fields: Fields, call: ModuleCall) -> bool:
         captured = fields["captured"]
-        fits = pm.runs_in(fields["trained"]) and captured.guards.same()
+        fits = run.runs_in(fields["trained"]) and captured.guards.same()
         return fits and self._takes(captured, fields["batch"], call)
 
     def _meet(
@@ -303,16 +281,16 @@ class Programs:
         self.meeting.meet("is at", what, f"{CHANGED}\n{refusal(changes)}" if changes else why)
 
     @staticmethod
-    def _change(pm: Any, changes: list[Change], call: ModuleCall, fits: bool) -> str:
+    def _change(run: ParallelRun, changes: list[Change], call: ModuleCall, fits: bool) -> str:
         """Return what has changed since the program that runs now, for a message."""
         if changes:
             return refusal(changes)
-        if fits and (modes := difference(pm.trained, pm.modes.training)):
+        if fits and (modes := difference(run.trained, run.modes.training)):
             return f"  called with {modes}"
         return f"  called with {call.shown()}"
 
-    def _captured_again(self, pm: Any, changes: list[Change], call: ModuleCall, fits: bool) -> None:
-        """Capture the model, plan if that is needed, and have ``pm`` run it.
+    def _captured_again(self, run: ParallelRun, changes: list[Change], call: ModuleCall, fits: bool) -> None:
+        """Capture the model, plan if that is needed, and have it run.
 
         Args:
             fits: the call is one of the program that runs now, and only values have changed.
@@ -323,8 +301,8 @@ class Programs:
                 "which cannot be captured there\n  call it on the whole batch, or use torch.func with a copy of the "
                 "model made before parallelize"
             )
-        group = pm.ranks()[0] if dist.is_initialized() else None
-        what = self._change(pm, changes, call, fits)
+        group = run.ranks()[0] if dist.is_initialized() else None
+        what = self._change(run, changes, call, fits)
         if self.example is not None and self.example.decisions.listed:
             lines = dict.fromkeys(site.partition("@")[0] for site in self.example.decisions.listed)
             what += (
@@ -340,30 +318,30 @@ class Programs:
         def all_well() -> contextlib.AbstractContextManager[None]:
             return everywhere(group, told)
 
-        training = pm.captures_in()
-        values = pm.whole_values() if _is_small(pm) and not (fits and pm.user.on_meta) else {}
+        training = run.captures_in()
+        values = run.whole_values() if _is_small(run) and not (fits and run.user.on_meta) else {}
         with all_well():
             if self.example is None:
                 raise RunError("there is no example call, so the model cannot be captured again")
-            batch, loss_fn = call.of(self.example, batch_rows(pm.captured))
-            example = pm.captured.example if fits else Example(
+            batch, loss_fn = call.of(self.example, batch_rows(run.captured))
+            example = run.captured.example if fits else Example(
                 *batch[:2], loss_fn, batch[2], self.example.decisions, self.example.precision,
-                self._for_steps(pm.captured, call) or in_parts_of(pm.captured),
+                self._for_steps(run.captured, call) or in_parts_of(run.captured),
             )  # fmt: skip
             assert example is not None
-            with pm.user.as_written(values) as source, in_modes(source, training):
+            with run.user.as_written(values) as source, in_modes(source, training):
                 new = _captured(example, source)
-                changed = [] if fits else changed_strings(pm.captured, new)
+                changed = [] if fits else changed_strings(run.captured, new)
                 if groups := [group for group in changed if group not in self.strings_read]:
                     new = replace(new, unread=unread_strings(new, source, groups))
                     self.strings_read.update(group for group in groups if not group <= new.unread)
         with all_well():
             _check_same(new, group)
         if self.compare is not None and values and _is_whole(batch, new):
-            with all_well(), pm.user.as_written(values) as source, in_modes(source, training):
+            with all_well(), run.user.as_written(values) as source, in_modes(source, training):
                 self.compare(new, source, batch)
-        pm.take_program(new, call, self.replan, all_well)
-        pm.trained = training
+        run.take_program(new, call, self.replan, all_well)
+        run.trained = training
         self.captures += 1
         if self.captures == self.most + 1 and (not dist.is_initialized() or dist.get_rank() == 0):
             warnings.warn(
@@ -374,9 +352,9 @@ class Programs:
             )
 
 
-def _is_small(pm: ParallelRun) -> bool:
+def _is_small(run: ParallelRun) -> bool:
     """Return whether all values are gathered to capture a model again."""
-    return sum(p.nbytes for p in {id(p): p for p in pm.user.params.values()}.values()) <= MOST_GATHERED
+    return sum(p.nbytes for p in {id(p): p for p in run.user.params.values()}.values()) <= MOST_GATHERED
 
 
 def _captured(example: Example, source: torch.nn.Module) -> Captured:
@@ -396,19 +374,6 @@ def _captured(example: Example, source: torch.nn.Module) -> Captured:
 def _unmarked(text: str) -> str:
     """Return a text that may stand in what ranks tell each other."""
     return text.replace("|", " ").replace(";", " ")
-
-
-def check_autocast(captured: Captured) -> None:
-    """Refuse a call under another autocast than that of the capture.
-
-    Raises:
-        RunError: with both.
-    """
-    if captured.autocast != (on := autocast_now()):
-        raise RunError(
-            f"the program was captured {shown(captured.autocast)}, and is called {shown(on)}: its casts are part "
-            "of it; call it as it was captured, or parallelize with shapes='any', which captures again by itself"
-        )
 
 
 def _is_whole(batch: Batch, captured: Captured) -> bool:

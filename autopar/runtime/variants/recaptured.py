@@ -6,7 +6,7 @@ Parameters and buffers stay where they are; another :class:`~autopar.runtime.sta
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,23 +18,23 @@ from autopar.plans.plan import StagePlan
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.runtime.parameters.relayout import relaid
-from autopar.runtime.parameters.state import as_dtensor, joined, local_of, local_shard, mesh_of, torch_placements
-from autopar.runtime.stages.stage import Buffers, Stage
-from autopar.runtime.variants.program_cache import AllWell, Fields, Replan
+from autopar.runtime.parameters.state import (
+    Buffers,
+    as_dtensor,
+    joined,
+    local_of,
+    local_shard,
+    mesh_of,
+    torch_placements,
+)
+from autopar.runtime.stages.home import Home
+from autopar.runtime.stages.stage import Stage
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, replicated_placement, whole_state
 
-if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import ParallelRun
-
 Planner = TypeVar("Planner")
 """The planner of a mesh's program, or of a pipeline's."""
-PROGRAM = (
-    "captured", "stage", "batch", "totals_kept",
-    "trained",
-)  # fmt: skip
-"""What of a module without pipeline is another with other values."""
 
 
 def differs(old: Captured, new: Captured) -> str:
@@ -74,25 +74,6 @@ def _told(graph: Graph) -> tuple[Any, ...]:
     return graph.outputs, graph.loss, graph.tied, graph.updates
 
 
-def fields_of(pm: ParallelRun) -> Fields:
-    """Return what makes up the program that a module runs now."""
-    return {name: pm.__dict__[name] for name in PROGRAM}
-
-
-def take(pm: Any, new: Captured, replan: Replan | None, all_well: AllWell) -> None:
-    """Run ``new`` in a module: under the present plan, if that fits, else under a new one."""
-    reason = differs(pm.captured, new)
-    plan: StagePlan | None = None
-    if reason:
-        with all_well():
-            planner = planner_for(reason, replan, "state_dict()")
-        with all_well():  # rank 0's error is raised on all ranks
-            plan = planner(new, _stored(pm, pm.stage.buffers, new.graph))
-    with all_well():
-        stage = pm.stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
-        pm.run_stage(new, stage)
-
-
 def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner:
     """Return that which plans the model anew.
 
@@ -111,13 +92,12 @@ def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner
     return replan
 
 
-def _stored(pm: ParallelRun, buffers: Buffers, graph: Graph) -> dict[str, str]:
+def stored_pins(home: Home, buffers: Buffers, graph: Graph) -> dict[str, str]:
     """Return how the parameters are stored, as pins; none on one device, where nothing is placed.
 
     In inference also buffers that some program writes: what one has cached is where the other reads it.
 
     Args:
-        pm: the module.
         buffers: those of the program that runs.
         graph: the graph that is to be planned. A parameter that the module has frozen since (an average of it, say)
             wants a gradient there, and the pin of a whole one says which of them does.
@@ -125,50 +105,37 @@ def _stored(pm: ParallelRun, buffers: Buffers, graph: Graph) -> dict[str, str]:
     pins = {}
     wanted = {node.target: node.needs_grad for _, node in graph.of_kind("param")}
     renewed = {node.target for _, node in graph.of_kind("buffer")}
-    for name, param in pm.named_parameters(remove_duplicate=False):
+    for name, param in home.named_parameters(remove_duplicate=False):
         if isinstance(param, DTensor) and name not in renewed:
             whole = replicated_placement(wanted.get(name, param.requires_grad))
             pins[name] = ",".join(f"S{p.dim}" if isinstance(p, Shard) else whole for p in param.placements)
-    if pm.inference:
-        kept = pm.written | {*graph.written}
+    if home.inference:
+        kept = home.written | {*graph.written}
         pins |= {name: state.text for name, (_, state) in buffers.items() if name in kept}
     return pins
 
 
-def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
-    """Return a stage that runs ``new`` under a plan of its own, with the parameters and buffers that ``pm`` has.
-
-    Raises:
-        RunError: the plan stores a parameter in another way, or the model has another one.
-    """
-    move_to_layout_of(pm, plan)
-    check_stored(pm, plan)
-    mesh, now = pm.device_mesh, pm.stage
-    buffers = buffers_for(pm, new, new.graph, plan, mesh, now.buffers)
-    return Stage(new.graph, plan, mesh, pm, buffers, now.compile_args)
-
-
-def move_to_layout_of(pm: ParallelRun, plan: StagePlan) -> None:
+def move_to_layout_of(home: Home, plan: StagePlan) -> None:
     """Store parameters as ``plan`` does, where buckets have layouts of their own.
 
     A backward of an earlier forward is refused then.
     """
-    if pm.layouts_change and relaid(dict(pm.named_parameters(remove_duplicate=False)), plan.params):
-        pm.layout += 1
+    if home.layouts_change and relaid(dict(home.named_parameters(remove_duplicate=False)), plan.params):
+        home.layout += 1
 
 
-def check_stored(pm: ParallelRun, plan: StagePlan) -> None:
-    """Refuse a plan that stores parameters in another way than ``pm`` does.
+def check_stored(home: Home, plan: StagePlan) -> None:
+    """Refuse a plan that stores parameters in another way than the module does.
 
     Raises:
         RunError: with their names; or there is no such parameter here.
     """
-    registered = dict(pm.named_parameters(remove_duplicate=False))
+    registered = dict(home.named_parameters(remove_duplicate=False))
     wrong = []
     for name, choice in plan.params.items():
         param = registered.get(name)
         if param is None:
-            where = "" if pm.leads is None else ", or that is on the ranks of another stage"
+            where = "" if home.leads is None else ", or that is on the ranks of another stage"
             raise RunError(
                 f"the model reads a parameter '{name}' now that it did not have when it was parallelized{where}"
             )
@@ -179,18 +146,20 @@ def check_stored(pm: ParallelRun, plan: StagePlan) -> None:
 
 
 def buffers_for(
-    pm: ParallelRun, new: Captured, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, before: Buffers
-) -> Buffers:
-    """Return the buffers that another program reads: those that ``pm`` has, and constants of the model's code.
+    home: Home, tied: Mapping[str, str], new: Captured, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh,
+    before: Buffers,
+) -> Buffers:  # fmt: skip
+    """Return the buffers that another program reads: those that the module has, and constants of the model's code.
 
     Args:
+        tied: first names of tied parameters and buffers by the others, of the program that ran last.
         graph: the graph of the program, or of one stage of it.
         before: the buffers of the program that ran last.
 
     Raises:
         RunError: there is one that the model did not have.
     """
-    registered = pm.registered()
+    registered = home.registered()
     of_the_code = [n.target for n in graph.nodes if n.kind == "buffer" and n.target not in registered]
     unknown = [name for name in of_the_code if name not in new.constants]
     if unknown:
@@ -202,18 +171,18 @@ def buffers_for(
             f"(self.{name} = None), which is captured again"
         )
     wanted = {name: plan.buffers.get(name, state) for name, (_, state) in before.items()}
-    placed = _placed_again(pm, before, wanted, device_mesh)
+    placed = _placed_again(home, tied, before, wanted, device_mesh)
     for name in of_the_code:
         state = plan.buffers.get(name, whole_state(plan.mesh))
         local = local_shard(new.constants[name].detach(), state, device_mesh)
-        placed[name] = local.to(pm.device, copy=True).contiguous(), state
+        placed[name] = local.to(home.device, copy=True).contiguous(), state
     for _, node in graph.of_kind("buffer"):
         if node.target not in placed:  # a frozen parameter that only this program writes
             placed[node.target] = _renewed_from_now_on(node.target, registered[node.target])
     return placed
 
 
-def placed_buffers(pm: ParallelRun, names: Collection[str], mesh: Mesh) -> Buffers:
+def placed_buffers(home: Home, names: Collection[str], mesh: Mesh) -> Buffers:
     """Return those buffers that are registered here under some names, which the program that ran last did not read.
 
     Args:
@@ -221,8 +190,8 @@ def placed_buffers(pm: ParallelRun, names: Collection[str], mesh: Mesh) -> Buffe
     """
     placed: Buffers = {}
     for name in names:
-        if name in pm.user.buffers and name in pm.registered():
-            owner, key = pm.owner_of(name)
+        if name in home.user.buffers and name in home.registered():
+            owner, key = home.owner_of(name)
             buffer = owner._buffers[key]
             assert buffer is not None
             state = whole_state(mesh)
@@ -247,36 +216,27 @@ def _renewed_from_now_on(name: str, param: torch.Tensor) -> tuple[torch.Tensor, 
     return local, whole_state(mesh_of(param.device_mesh)) if isinstance(param, DTensor) else State()
 
 
-def resume(pm: Any, fields: Fields) -> None:
-    """Run a program again that was kept, with the current buffers."""
-    now = pm.stage.buffers
-    for name, value in fields.items():
-        setattr(pm, name, value)
-    move_to_layout_of(pm, pm.stage.plan)
-    with_buffers_of(pm, pm.stage, now)
-
-
-def with_buffers_of(pm: ParallelRun, stage: Stage, now: Buffers) -> None:
+def with_buffers_of(home: Home, tied: Mapping[str, str], stage: Stage, now: Buffers) -> None:
     """Make a stage that was kept read the buffers of the one that ran last."""
     if stage.buffers is not now:
         wanted = {name: state for name, (_, state) in stage.buffers.items()}
-        stage.buffers.update(_placed_again(pm, now, wanted, stage.device_mesh))
+        stage.buffers.update(_placed_again(home, tied, now, wanted, stage.device_mesh))
         stage.follow_buffers()
 
 
 def _placed_again(
-    pm: ParallelRun, now: Mapping[str, tuple[torch.Tensor, State]], wanted: Mapping[str, State], device_mesh: DeviceMesh
-) -> dict[str, tuple[torch.Tensor, State]]:
+    home: Home, tied: Mapping[str, str], now: Buffers, wanted: Mapping[str, State], device_mesh: DeviceMesh
+) -> Buffers:
     """Return the module's own buffers in the placements that a program wants: mostly those that they have.
 
     Args:
         now: the buffers of the program that ran last; tensors that its code made stay out.
     """
     names: dict[str, list[tuple[torch.nn.Module, str]]] = {}
-    for name in pm.registered():
-        source = pm.captured.graph.tied.get(name, name)
-        names.setdefault(source if source in now else name, []).append(pm.owner_of(name))
-    placed: dict[str, tuple[torch.Tensor, State]] = {}
+    for name in home.registered():
+        source = tied.get(name, name)
+        names.setdefault(source if source in now else name, []).append(home.owner_of(name))
+    placed: Buffers = {}
     for name, owners in names.items():
         if name not in now:
             continue

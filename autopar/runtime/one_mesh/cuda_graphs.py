@@ -19,12 +19,12 @@ import torch
 from autopar.errors import RunError
 from autopar.lower.compilable import breaks
 from autopar.rules.families.sharded_random import seed_at
-from autopar.runtime.as_module.run import run_of
+from autopar.runtime.batches.module_calls import ModuleCall
 from autopar.runtime.gradients.step_gradients import has_hooks
+from autopar.runtime.one_mesh.mesh_step import MeshRun
 from autopar.runtime.stages.compiled import records_graphs
 from autopar.runtime.stages.seeds import PlaceInBatch
-from autopar.runtime.variants.module_calls import ModuleCall
-from autopar.runtime.variants.program_cache import check_values
+from autopar.runtime.variants.run import FORWARD_ALONE, ParallelRun, run_of
 from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
 
@@ -73,7 +73,9 @@ class GraphedStep:
     before. Every rank replays it alike.
     """
 
-    def __init__(self, pm: Any, *args: PyTree, recorder: StepRecorder | None = None, **kwargs: PyTree) -> None:
+    def __init__(
+        self, pm: torch.nn.Module, *args: PyTree, recorder: StepRecorder | None = None, **kwargs: PyTree
+    ) -> None:
         """Initialize the object.
 
         Args:
@@ -84,8 +86,7 @@ class GraphedStep:
         Raises:
             RunError: the step cannot be recorded; it says why.
         """
-        self.pm, self.run = pm, run_of(pm)
-        check_recordable(self.run, ModuleCall(args, kwargs), recorder)
+        self.pm, self.run = pm, recordable(run_of(pm), ModuleCall(args, kwargs), recorder)
         self.stage = self.run.stage
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.inputs = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -97,17 +98,17 @@ class GraphedStep:
         self.addresses = self._addresses()
 
     def _record(self) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        pm, calls = self.pm, self.run.calls
+        calls = self.run.calls
         compared, before = self.run.compared, [param.grad for param in self.params]
         every, compared.every, compared.soon = compared.every, 0, False
-        buffers = [(buffer, buffer.detach().clone()) for buffer in pm.buffers()]
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.pm.buffers()]
         args, kwargs = pytree.tree_unflatten(self.inputs, self.spec)
 
         def run() -> torch.Tensor:
             for param in self.params:
                 param.grad = None
             self.drawn = 0
-            loss: torch.Tensor = pm.train_step(*args, **kwargs)
+            loss: torch.Tensor = self.run.train_step(args, kwargs)
             return loss
 
         self.run.seeds.recorded = self._seed
@@ -186,7 +187,7 @@ class GraphedStep:
                 f"a recorded step was called with {_shown(leaves)} and was recorded with {_shown(self.inputs)}; call "
                 "pm.train_step for other batches, or record a step for each"
             )
-        check_values(self.run, ModuleCall(args, kwargs))
+        self.run.check_values(ModuleCall(args, kwargs))
         if self.run.stage is not self.stage or not self.pm.training or self._addresses() != self.addresses:
             raise RunError(
                 "the module is not what it was when the step was recorded: it runs another program, is in eval mode, "
@@ -194,18 +195,20 @@ class GraphedStep:
             )
 
 
-def check_recordable(run: Any, call: ModuleCall, recorder: StepRecorder | None) -> None:
-    """Refuse to record what a replay would get wrong.
+def recordable(run: ParallelRun, call: ModuleCall, recorder: StepRecorder | None) -> MeshRun:
+    """Return a run whose step a replay gets right, with the program of a call.
 
     Raises:
         RunError: it says why.
     """
-    stage = getattr(run, "stage", None)
-    if stage is None:
+    if not isinstance(run, MeshRun):
         raise RunError(
             "a step of a pipeline is not recorded as a CUDA graph: its ranks wait for messages between kernels. Record "
             "a module on one mesh, or compile the stages with pm.compile()"
         )
+    if run.inference:
+        raise RunError(f"train_step: {FORWARD_ALONE}")
+    stage = run.stage
     if run.seeds.mode == "torch" and stage.draws:
         raise RunError(
             "a step that draws as torch does in eager mode (random='torch') is not recorded, since the host follows "
@@ -213,7 +216,7 @@ def check_recordable(run: Any, call: ModuleCall, recorder: StepRecorder | None) 
         )
     if recorder is None and stage.device.type != "cuda":
         raise RunError(f"a step is recorded as a CUDA graph on GPUs; this module is on {stage.device}")
-    check_values(run, call)
+    run.check_values(call)
     stage = run.stage
     reasons = breaks(stage.program)
     if stage.ways.flags:
@@ -230,6 +233,7 @@ def check_recordable(run: Any, call: ModuleCall, recorder: StepRecorder | None) 
             f"the step cannot be recorded as a CUDA graph, for a replay runs no Python: {'; '.join(reasons[:3])}. Call "
             "pm.train_step"
         )
+    return run
 
 
 def _alike(recorded: Any, now: Any) -> bool:

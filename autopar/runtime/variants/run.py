@@ -1,12 +1,14 @@
-"""What a parallel module runs: its programs, with what they need on this rank. It is one attribute of the module."""
+"""What a parallel module runs: its programs, with what they need on this rank. It is one attribute of the module.
+
+Here is what is the same on one mesh and in stages: the modes of a program, and what all ranks do together.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,26 +17,25 @@ from torch.distributed.tensor import DTensor
 from autopar.capture import Captured
 from autopar.capture.evaluation import OtherGraphError, sides_in_eval_mode
 from autopar.capture.losses import LOSS, other_losses
+from autopar.capture.python.guards import refusal
 from autopar.errors import RunError, first_few
 from autopar.plans.plan import Plan
-from autopar.runtime.as_module.module_modes import Modes, Training
-from autopar.runtime.as_module.user_module import UserModule
 from autopar.runtime.batches.local_batch import RowsOfRanks
+from autopar.runtime.batches.module_calls import ModuleCall, check_autocast
 from autopar.runtime.batches.row_sampler import Samplers
 from autopar.runtime.batches.same_batch import Calls
-from autopar.runtime.optimizers import optimizer_steps
-from autopar.runtime.parameters import dtensor_fixes
-from autopar.runtime.ranks.failures import Failures
-from autopar.runtime.stages.seeds import Seeds
+from autopar.runtime.parameters.user_module import PLACE
+from autopar.runtime.ranks.collective_log import CollectiveLog
+from autopar.runtime.stages.compiled import CompileArguments, check_compiled
+from autopar.runtime.stages.stage import Stage
 from autopar.runtime.variants.buckets import Buckets
-from autopar.runtime.variants.module_calls import ModuleCall
+from autopar.runtime.variants.module_modes import Training
+from autopar.runtime.variants.program_run import Fields, ProgramRun
 from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
 
 Momenta = dict[str, tuple[torch.nn.Module, float]]
 """By path a batch norm, and the momentum that the program has."""
-
-
 FORWARD_ALONE = (
     "the model was parallelized with mode='inference', which runs forward alone and without gradients; to train it, "
     "parallelize a model with mode='training', and load autopar.full_state_dict(model)"
@@ -45,62 +46,64 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class ParallelRun:
-    """The programs of one module.
+class OtherPrograms(Protocol):
+    """The other programs of a run (:class:`~autopar.runtime.variants.program_cache.Programs`).
 
     Attributes:
-        module, kind: the user's, and its class.
-        captured: what the program that runs now was captured as.
-        trained: the modules that train in it.
-        programs: the others (:class:`~autopar.runtime.variants.program_cache.Programs`); None if there are none.
+        kept: those that do not run now.
+        shapes: calls with other shapes are followed.
+        replan: makes plans; None if the plan was given.
+        meeting: where ranks tell each other their calls; None on one device.
+        captures: how many were captured since ``parallelize``.
+    """
+
+    kept: list[Fields]
+    shapes: bool
+    replan: Callable[..., Any] | None
+    meeting: CollectiveLog | None
+    captures: int
+
+    def follow(self, run: ParallelRun, call: ModuleCall) -> None:
+        """Run the program of a call."""
+
+    def meet_all(self, what: str, broken_off: Callable[[], str]) -> None:
+        """Wait until all ranks come to ``what``."""
+
+    def of_copy(self, model: torch.nn.Module) -> OtherPrograms:
+        """Return those of a copy of the module."""
+
+
+class ParallelRun(ProgramRun):
+    """What a parallel module runs, on one mesh or in stages.
+
+    Attributes:
         world: the process group of all ranks in which it was made; None on one device, which needs none.
-        failures: those of its steps, on the ranks that run it together; None on one device.
-        leads: for a pipeline, whether this rank is the first of its group; None if every rank has a part of all.
-        written: buffers that a program of this rank writes.
+        programs: the others; None if there are none.
         compiled_as: the options with which a ``torch.compile`` around a call compiled the programs.
+        compared: what ranks compare of its calls.
+        buckets: shapes to which calls are padded; None if they are not.
+        local_batch: whose rows are where, if each rank has rows of its own.
+        samplers: what draws the rows that this rank loads.
         statistics_anew, statistics_staying: batch norms whose momentum is None, and those whose momentum is 0.
     """
 
     path = ""
-    captured: Captured
-    batch: Any
-    device: torch.device
+    programs: OtherPrograms | None = None
+    compiled_as: Any = None
     compared: Calls
-    seeds: Seeds
-    plan: Plan
-    trained: Training
-    programs: Any = None
     world: dist.ProcessGroup | None = None
-    failures: Failures | None = None
-    leads: bool | None = None
-    gradient_dtype: torch.dtype | None = None
     buckets: Buckets | None = None
     local_batch: RowsOfRanks | None = None
     told_of_statistics = False
-    train_step: Callable[..., torch.Tensor]
-    """Run a training step; arguments as of ``ParallelModule.train_step``, the batch as a tuple and a dict."""
-    layouts_change = False
-    layout = 0
-    compiled_as: Any = None
-    inference = False
-    """The model runs forward alone."""
     evaluates_otherwise = False
     """Eval mode is another graph than that of training, and is captured by itself."""
 
-    def __init__(self, model: torch.nn.Module, captured: Captured) -> None:
-        dtensor_fixes.correct()
-        optimizer_steps.correct()
-        self.module, self.captured, self.kind = model, captured, type(model)
-        self.signature = inspect.signature(model.forward)
-        self.captured_training = model.training
-        self.user = UserModule(model)
-        self.modes = Modes(model)
-        self.trained = self.modes.at_first
+    def __init__(self, model: torch.nn.Module, captured: Captured, plan: Plan) -> None:
+        super().__init__(model, captured, plan)
         self.samplers = Samplers()
         self.statistics_anew: Momenta = {}
         self.statistics_staying: Momenta = {}
         self.is_changing_mode = self._all_are_together = False
-        self.written: set[str] = set()
 
     # -- the module
 
@@ -114,23 +117,6 @@ class ParallelRun:
         """The mode of the whole."""
         return self.module.training
 
-    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield what this rank stores, by name."""
-        return self.module.named_parameters(remove_duplicate=remove_duplicate)
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Yield what this rank stores."""
-        return self.module.parameters()
-
-    def registered(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers by all their names."""
-        return {**dict(self.module.named_parameters(remove_duplicate=False)),
-                **dict(self.module.named_buffers(remove_duplicate=False))}  # fmt: skip
-
-    def owner_of(self, name: str) -> tuple[torch.nn.Module, str]:
-        """Return the module and the key under which a parameter or buffer is registered."""
-        return self.user.owner_of(name)
-
     def whole_values(self) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers, whole, on this rank's device, where all ranks call it.
 
@@ -141,10 +127,26 @@ class ParallelRun:
         with torch.no_grad():
             for name, tensor in self.registered().items():
                 if id(tensor) not in same:
-                    stored = tensor.detach()
-                    same[id(tensor)] = stored.full_tensor() if isinstance(stored, DTensor) else stored.clone()
+                    whole = whole_of(tensor)
+                    same[id(tensor)] = whole if isinstance(tensor, DTensor) else whole.clone()
                 values[name] = same[id(tensor)]
         return values
+
+    def full_state(self, all_ranks: bool) -> dict[str, torch.Tensor] | None:
+        """Return the state dict of the model on one device, on the CPU of the first rank; None on others.
+
+        Args:
+            all_ranks: give it to every rank.
+        """
+        keep = all_ranks or dist.get_rank() == self.ranks()[1]
+        seen: dict[int, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
+        for name, value in self.in_state_dict().items():
+            if id(value) not in seen:
+                whole = whole_of(value)
+                seen[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
+            state[name] = seen[id(value)]
+        return state if keep else None
 
     # -- what a run on one mesh and one in stages have of their own
 
@@ -152,7 +154,7 @@ class ParallelRun:
         """Return whether the program has random operators."""
         raise NotImplementedError
 
-    def ranks(self) -> tuple[dist.ProcessGroup, int]:
+    def ranks(self) -> tuple[Any, int]:
         """Return the process group of all ranks that hold a part, and the first of them."""
         raise NotImplementedError
 
@@ -160,37 +162,12 @@ class ParallelRun:
         """Return the ranks that hold a part of the model."""
         return list(range(dist.get_world_size()))
 
-    def tied_names(self) -> Mapping[str, str]:
-        """Return ``{name: first name}`` of tied parameters of which a rank may hold one name only."""
-        return {}
-
-    def parameter_order(self) -> Sequence[str]:
-        """Return the first names of the whole model's parameters, in its order."""
-        return list(dict.fromkeys(self.user.names.values()))
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the program that runs now has one of eval mode next to it."""
+    def rebuilt(self, model: torch.nn.Module, values: Callable[[str], torch.Tensor]) -> ParallelRun:
+        """Return a run like this one of a copy of the model, with given whole values by name; all ranks call it."""
         raise NotImplementedError
 
-    def prepare_evaluation(self, sides: Mapping[str, int]) -> None:
-        """Make it, of what the program that runs now was captured from.
-
-        Args:
-            sides: the sides of random branches (:func:`~autopar.capture.evaluation.evaluated`).
-        """
-        raise NotImplementedError
-
-    def kept_program(self) -> dict[str, Any]:
-        """Return what makes up the program that runs now."""
-        raise NotImplementedError
-
-    def resume_program(self, fields: dict[str, Any]) -> None:
-        """Run one that was kept."""
-        raise NotImplementedError
-
-    def take_program(self, new: Captured, call: ModuleCall, replan: Any, all_well: Any) -> None:
-        """Run another capture, which was made for a call."""
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """Return the whole value of a buffer that the program reads, where all ranks call it; None if it has none."""
         raise NotImplementedError
 
     def in_step(self) -> bool:
@@ -205,9 +182,61 @@ class ParallelRun:
         """Run a call of the module."""
         raise NotImplementedError
 
+    def train_step(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, optimizer: torch.optim.Optimizer | None = None,
+        microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Run a training step; arguments as of ``ParallelModule.train_step``, the batch as a tuple and a dict."""
+        raise NotImplementedError
+
     def evaluate(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> torch.Tensor:
         """Return the loss of a batch without gradients."""
         raise NotImplementedError
+
+    # -- all programs
+
+    def check_values(self, call: ModuleCall) -> None:
+        """Run the program of the call's shapes, with the values that the model has.
+
+        Raises:
+            RunError: it was captured with others, and they cannot or shall not be captured again.
+        """
+        guards = self.captured.guards
+        guards.tell_of_gradient_mode()
+        if self.programs is not None:
+            self.programs.follow(self, call)
+        else:
+            check_autocast(self.captured)
+            if not guards.same():
+                raise RunError(refusal(guards.changes()))
+
+    def compile(self, arguments: CompileArguments) -> None:
+        """Compile the programs, that which runs now and those that are kept for other calls.
+
+        Raises:
+            RunError: the whole graph is asked for, and a program is none.
+        """
+        if self.seeds.mode == "torch":
+            raise RunError(
+                "programs that draw as torch does in eager mode (random='torch') are not compiled, since the host "
+                "follows torch's generator through each call: parallelize with random='sharded', the default"
+            )
+        kept = self.programs.kept if self.programs is not None else ()
+        stages: list[Stage] = [stage for fields in (self.kept_program(), *kept) for stage in fields["stages"].values()]
+        for stage in stages:
+            check_compiled(stage.program, arguments[1])
+        for stage in stages:
+            stage.compile(*arguments)
+
+    # -- names of the whole model
+
+    def tied_names(self) -> Mapping[str, str]:
+        """Return ``{name: first name}`` of tied parameters of which a rank may hold one name only."""
+        return {}
+
+    def parameter_order(self) -> Sequence[str]:
+        """Return the first names of the whole model's parameters, in its order."""
+        return list(dict.fromkeys(self.user.names.values()))
 
     # -- modes
 
@@ -304,7 +333,8 @@ class ParallelRun:
         if not torch.is_grad_enabled():
             return
         wanting = [
-            f"input {pytree.keystr(path)}" for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]
+            f"input {pytree.keystr(path)}"
+            for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]
             if isinstance(x, torch.Tensor) and x.requires_grad
         ] + [f"parameter '{name}'" for name, param in self.named_parameters() if param.requires_grad]
         if wanting:
@@ -364,13 +394,25 @@ class ParallelRun:
             self._all_are_together = False
 
 
-def run_of(module: Any) -> Any:
+def whole_of(stored: torch.Tensor) -> torch.Tensor:
+    """Return the whole value of a stored tensor; all ranks of its mesh call it."""
+    detached: Any = stored.detach()
+    whole: torch.Tensor = detached.full_tensor() if isinstance(detached, DTensor) else detached
+    return whole
+
+
+def is_parallel(module: Any) -> bool:
+    """Check whether an object is a module that ``parallelize`` has returned."""
+    return isinstance(module, torch.nn.Module) and isinstance(vars(module).get(PLACE), ParallelRun)
+
+
+def run_of(module: Any) -> ParallelRun:
     """Return the run of a parallel module.
 
     Raises:
         RunError: it is no parallel module.
     """
-    run = module if isinstance(module, ParallelRun) else vars(module).get("_autopar")
+    run = module if isinstance(module, ParallelRun) else vars(module).get(PLACE)
     if not isinstance(run, ParallelRun):
         raise RunError(f"expected a module that parallelize has returned, got a {type(module).__name__}")
     return run
@@ -383,7 +425,7 @@ def on_all_ranks(does: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate
     """
 
     @functools.wraps(does)
-    def together(pm: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+    def together(pm: torch.nn.Module | ParallelRun, *args: P.args, **kwargs: P.kwargs) -> R:
         run = run_of(pm)
         with run.all_call(does.__name__):
             return does(run, *args, **kwargs)

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from autopar.errors import RunError
+from autopar.runtime.variants.run import ParallelRun
 from autopar.torch_private import preserve_version_counter
 from autopar.words.trees import PyTree
-
-if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import ParallelRun
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var")

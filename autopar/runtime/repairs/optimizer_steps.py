@@ -22,8 +22,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
-from autopar.runtime.optimizers import rounded_steps
-from autopar.runtime.parameters.dtensor_writes import take
+from autopar.runtime.parameters import rounded_steps
+from autopar.runtime.repairs.dtensor_writes import take
 from autopar.torch_private import OPTIMIZERS_OF_ELEMENTS, OPTIMIZERS_OF_MATRICES
 
 _Step = Callable[..., None]

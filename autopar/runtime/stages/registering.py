@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,24 +10,22 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.plans.plan import StagePlan
-from autopar.runtime.optimizers import rounded_steps
+from autopar.runtime.parameters import rounded_steps
 from autopar.runtime.parameters.attributes import with_attributes
-from autopar.runtime.parameters.dtensor_fixes import meet_on
-from autopar.runtime.parameters.mixed import mix_on
-from autopar.runtime.parameters.state import as_dtensor, local_of, local_shard, torch_placements
-from autopar.runtime.stages.stage import Buffers, device_of
+from autopar.runtime.parameters.state import Buffers, as_dtensor, local_of, local_shard, torch_placements
+from autopar.runtime.parameters.user_module import UserModule
+from autopar.runtime.ranks.devices import device_of
+from autopar.runtime.repairs.dtensor_fixes import meet_on
+from autopar.runtime.repairs.mixed import mix_on
 from autopar.words.graph import Graph
 from autopar.words.placements import State, whole_state
-
-if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import ParallelRun
 
 
 class Placing:
     """The placement and registration of one graph's parameters and buffers.
 
     Args:
-        home: where they are registered.
+        user: the module in which they are registered.
         model: the model that has them.
         constants: tensors that the model's code makes, by name.
         values: gives the whole value of a parameter or buffer by name; by default the model's own. Only this rank's
@@ -39,11 +36,11 @@ class Placing:
     """
 
     def __init__(
-        self, home: ParallelRun, model: torch.nn.Module, graph: Graph, constants: Mapping[str, torch.Tensor],
+        self, user: UserModule, model: torch.nn.Module, graph: Graph, constants: Mapping[str, torch.Tensor],
         plan: StagePlan, device_mesh: DeviceMesh, values: Callable[[str], torch.Tensor] | None = None,
         shared: dict[str, torch.nn.Parameter] | None = None, unread: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        self.home, self.model, self.graph, self.constants = home, model, graph, constants
+        self.user, self.model, self.graph, self.constants = user, model, graph, constants
         self.plan, self.device_mesh, self.values, self.shared = plan, device_mesh, values, shared
         mix_on(device_mesh)
         meet_on(device_mesh)
@@ -102,7 +99,7 @@ class Placing:
             elif self.shared is not None and source not in mine:
                 _same_storage(source, placed[source], self.plan.params[source].stored, self.device_mesh)
             mine.add(source)
-            tables, key = self.home.user.stored_at(name)
+            tables, key = self.user.stored_at(name)
             tables["_parameters"][key] = placed[source]
 
     def registered_buffers(self) -> Buffers:
@@ -115,7 +112,7 @@ class Placing:
         read = [n.target for n in self.graph.nodes if n.kind == "buffer" and n.target not in self.buffers]
         for name in read:
             if name in self.params:  # registered as a parameter, and renewed as a buffer is
-                tables, key = self.home.user.stored_at(name)
+                tables, key = self.user.stored_at(name)
                 stored = tables["_parameters"][key]
                 placed[name] = local_of(stored), self._kept(name)
         constants = [name for name in read if name not in self.params]
@@ -136,12 +133,12 @@ class Placing:
                     shape = self.nodes[source].out.shape if cut else ()
                     shown[source] = as_dtensor(local, state, shape, self.device_mesh) if cut else local
             if name in self.buffers:
-                tables, key = self.home.user.stored_at(name)
+                tables, key = self.user.stored_at(name)
                 tables["_buffers"][key] = shown[source]
         return placed
 
     def _registered(self, name: str) -> torch.Tensor | None:
-        tables, key = self.home.user.stored_at(name)
+        tables, key = self.user.stored_at(name)
         before: torch.Tensor | None = tables["_buffers"].get(key)
         return before
 

@@ -17,7 +17,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -110,35 +110,3 @@ def _refusing(real: Any) -> Any:
 
     total_norm._refuses_stages = True  # type: ignore[attr-defined]
     return total_norm
-
-
-def squared_norm(pm: Any, first: Mapping[str, int]) -> torch.Tensor:
-    """Compute the squared norm of the gradients of this rank's stages, float64 [].
-
-    What several ranks hold is counted on one of them.
-
-    Args:
-        pm: a pipeline.
-        first: for each parameter that several groups of ranks hold, the stage whose ranks count it.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=pm.device)
-    counted: dict[torch.nn.Parameter, bool] = {}
-    for name, param in pm.named_parameters(remove_duplicate=False):
-        counted.setdefault(param, pm.leads)
-        if name in first:  # whichever of its names that is
-            counted[param] = pm.rank == pm.plan.stages[first[name]].devices[0]
-    for param, counts in counted.items():
-        if param.grad is not None:
-            norm = param.grad.norm()
-            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            total += whole.double() ** 2 if counts else 0.0
-    return total
-
-
-def scaled(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Scale all gradients to have at most ``max_norm``, and return ``norm``, theirs before."""
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for param in {id(p): p for p in parameters}.values():
-        if param.grad is not None:
-            param.grad.mul_(scale.to(param.grad.dtype))
-    return norm

@@ -5,7 +5,7 @@ The list is the same on every rank, since it follows from the plan alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,6 @@ from autopar.errors import MeshError
 from autopar.plans.plan import Plan, StagePlan
 from autopar.plans.stage_graphs import StageGraph
 from autopar.runtime.parameters.redistribution import hop_axes
-from autopar.runtime.pipelines.ties import Tied
-from autopar.runtime.pipelines.wires import Wire, pairs_of
 from autopar.runtime.ranks.groups import Wanted, blocks, channel, groups_for
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
@@ -38,7 +36,9 @@ def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
         raise MeshError(f"the plan is for mesh {show[0]}, the DeviceMesh is {show[1]}; plan again for this mesh")
 
 
-def groups_of(parts: Sequence[StageGraph], plan: Plan, wires: Sequence[Wire], tied: Sequence[Tied]) -> list[Wanted]:
+def groups_of(
+    parts: Sequence[StageGraph], plan: Plan, holders: Iterable[tuple[int, ...]], pairs: Iterable[tuple[int, int]]
+) -> list[Wanted]:
     """List all groups of a pipeline, in the order in which they are made.
 
     One of all ranks, for what is the same everywhere (the loss); of each stage one along each axis of its mesh, and
@@ -46,14 +46,15 @@ def groups_of(parts: Sequence[StageGraph], plan: Plan, wires: Sequence[Wire], ti
     each ordered pair of ranks that talks.
 
     Args:
-        wires: the messages for what crosses between stages, and of tied parameters that are not stored alike.
+        holders: the ranks that have the same shard of a tied parameter, for each shard.
+        pairs: sender and receiver of every message, of what crosses between stages and of tied parameters.
     """
     wanted = [Wanted(tuple(range(plan.n_devices)))]
     for part in parts:
         stage = plan.stages[part.number]
         wanted += _of_stage(part.graph, stage, stage.devices)
-    wanted += [Wanted(ranks) for each in tied for ranks in each.rank_sets(plan)]
-    wanted += [channel(source, target) for source, target in pairs_of(wires)]
+    wanted += [Wanted(ranks) for ranks in holders]
+    wanted += [channel(source, target) for source, target in pairs]
     return list(dict.fromkeys(wanted))
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.without_values import copied_parameter, expanded, laid_out_as
 from autopar.errors import RunError
-from autopar.runtime.as_module.old_parameters import OldParameter, refuse_backward
+from autopar.runtime.parameters.old_parameters import OldParameter, refuse_backward
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -37,20 +37,13 @@ _derived: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakVal
 _parallel: weakref.WeakSet[UserModule] = weakref.WeakSet()
 
 
-class PlaceOfPart:
-    """Where a submodule of a parallel module is: in which run, and under which path."""
-
-    def __init__(self, run: Any, path: str, kind: type) -> None:
-        self.run, self.path, self.kind = run, path, kind
-
-
 @dataclass
 class _Module:
     """A module of the user's, with its tables of parameters, buffers and hooks as written and as stored."""
 
     path: str
     module: torch.nn.Module
-    kind: type
+    kind: type[torch.nn.Module]
     written: dict[str, Any]
     stored: dict[str, Any]
     derived: type | None = None
@@ -129,11 +122,11 @@ class UserModule:
             self.restore()
             raise
 
-    def derive(self, run: Any, whole: Base, part: Base) -> None:
+    def derive(self, place: Callable[[str, type[torch.nn.Module]], object], whole: Base, part: Base) -> None:
         """Give the module and its submodules derived classes.
 
         Args:
-            run: is to be reached from the module.
+            place: gives what is reached from each of them, by its path and the class that its user wrote.
             whole: what the class of the module has in addition to its own.
             part: what those of its submodules have.
         """
@@ -146,7 +139,7 @@ class UserModule:
                         stored[key] = stored.pop(key)
         for each in self.modules:
             object.__setattr__(each.module, "__class__", each.derived)
-            each.module.__dict__[PLACE] = run if not each.path else PlaceOfPart(run, each.path, each.kind)
+            each.module.__dict__[PLACE] = place(each.path, each.kind)
 
     def free(self, device: torch.device) -> None:
         """Free the old parameters and buffers, which refuse any use from now on; the stored ones are on ``device``."""

@@ -10,18 +10,16 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from autopar.capture import Captured
 from autopar.capture.python.attribute_outputs import Left
 from autopar.errors import RunError
+from autopar.runtime.variants.run import ParallelRun
 from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
-
-if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import ParallelRun
 
 
 def leave(run: ParallelRun, values: Sequence[PyTree], of_step: bool) -> None:

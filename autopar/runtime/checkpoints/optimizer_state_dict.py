@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.run import ParallelRun, on_all_ranks
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank
 from autopar.runtime.ranks.agree import everywhere
+from autopar.runtime.variants.run import ParallelRun, on_all_ranks
 from autopar.words.trees import PyTree
 
 Groups = list[list[str]]

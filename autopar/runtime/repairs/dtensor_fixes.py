@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
-from autopar.runtime.batches.outputs import CollectiveLog
-from autopar.runtime.parameters.functions_of_all_parameters import of_a_stage, watch_norms
-from autopar.runtime.parameters.mixed import mixes_on
-from autopar.runtime.parameters.repairs import Repair, Replacement
 from autopar.runtime.parameters.state import placed_as
+from autopar.runtime.ranks.collective_log import CollectiveLog
+from autopar.runtime.repairs.functions_of_all_parameters import of_a_stage, watch_norms
+from autopar.runtime.repairs.mixed import mixes_on
+from autopar.runtime.repairs.replacements import Repair, Replacement
 from autopar.torch_private import (
     DTENSOR_HANDLERS,
     DTENSOR_REDUCED_DIMS,

@@ -11,6 +11,7 @@ import torch
 from autopar.capture import Captured, Example
 from autopar.capture.in_parts import no_rows_in
 from autopar.capture.microbatches import first_part, rows_of
+from autopar.errors import RunError
 from autopar.runtime.batches.calls import call_text
 from autopar.torch_private import pytree
 from autopar.words.autocasting import autocast_now, shown
@@ -89,3 +90,16 @@ def batch_rows(captured: Captured) -> int:
     if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
         return 0
     return rows_of((example.args, dict(example.kwargs), example.targets), no_rows_in(captured))
+
+
+def check_autocast(captured: Captured) -> None:
+    """Refuse a call under another autocast than that of the capture.
+
+    Raises:
+        RunError: with both.
+    """
+    if captured.autocast != (on := autocast_now()):
+        raise RunError(
+            f"the program was captured {shown(captured.autocast)}, and is called {shown(on)}: its casts are part "
+            "of it; call it as it was captured, or parallelize with shapes='any', which captures again by itself"
+        )

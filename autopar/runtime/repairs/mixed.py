@@ -21,7 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.runtime.parameters.dtensor_writes import handle_on_whole, run_on_whole, written_through
+from autopar.runtime.repairs.dtensor_writes import handle_on_whole, run_on_whole, written_through
 from autopar.torch_private import (
     DTENSOR_RESULT,
     DTENSOR_STRATEGY,
