@@ -356,8 +356,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
         batch: ``"global"``: every rank is called with the whole batch, and takes its slice; ``"local"``: with its own
             rows, as with DistributedDataParallel and DistributedSampler, also in ``example_inputs``; what a call gives
             is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.batches.local_batch`). In a
-            pipeline the nth ranks of all groups have the same rows
-            (:mod:`autopar.runtime.batches.local_batch_in_stages`).
+            pipeline the nth ranks of all groups have the same rows.
         compile: whether the programs are compiled, as ``pm.compile()`` does; or the options of ``torch.compile``, such
             as ``{"fullgraph": True}``.
         input_rows: the inputs that have one entry for each row of the batch, by the names or positions of arguments of

@@ -16,7 +16,7 @@ from autopar.planner.planning import Outcome
 from autopar.plans.plan import Plan
 from autopar.plans.plan_options import TRAINING
 from autopar.plans.request import PlanRequest
-from autopar.runtime.batches.local_batch_in_stages import parts_on
+from autopar.runtime.batches.local_batch import parts_on
 from autopar.runtime.batches.runs import rows_of_microbatch
 from autopar.runtime.ranks.agree import share
 from autopar.words.precision import Precision, parse_precision

@@ -8,7 +8,7 @@ stored parameters.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph, cut
 from autopar.runtime.batches.batch import Shape
 from autopar.runtime.batches.calls import without_inference_mode
-from autopar.runtime.batches.local_batch import Call, LocalBatch
 from autopar.runtime.batches.module_calls import ModuleCall, batch_rows
 from autopar.runtime.batches.outputs import IN_SHARDS, unread, with_pending
 from autopar.runtime.batches.same_batch import Calls, Seen, first_readers
@@ -46,6 +45,7 @@ from autopar.runtime.variants.program_cache import Replan
 from autopar.runtime.variants.recaptured import stored_pins
 from autopar.runtime.variants.run import ParallelRun
 from autopar.torch_private import pytree
+from autopar.words.meshes import Mesh
 from autopar.words.trees import PyTree
 
 MOVED = (
@@ -57,7 +57,6 @@ MOVED = (
 class MeshCalls(ParallelRun):
     """A model that is spread over one mesh, and its calls."""
 
-    local_batch: LocalBatch | None = None
     given_ahead: Mapping[str, torch.Tensor] | None = None
 
     def __init__(
@@ -84,14 +83,12 @@ class MeshCalls(ParallelRun):
         self.generation = groups.generation if groups is not None else 0
         self.world = dist.group.WORLD if len(ranks) > 1 else None
         self.device = torch.device(device_of(device_mesh))
-        self.meeting: CollectiveLog | None = None
         abort = groups.abort if groups is not None else None
         self.failures = Failures(ranks, abort, stays_armed=True) if len(ranks) > 1 else None
         self.calls = 0
         readers = first_readers([captured.graph])
-        compared_in = groups.of(ranks) if groups is not None else mesh_group(device_mesh)
-        self.compared = Calls(compared_in, device_mesh, len(ranks) == 1, [device_mesh], readers)
-        self.seeds = seeds_for(random, compared_in if len(ranks) > 1 else None, ranks[0], self.device, alike)
+        self.compared = Calls(self.everyone, device_mesh, len(ranks) == 1, [device_mesh], readers)
+        self.seeds = seeds_for(random, self.everyone if len(ranks) > 1 else None, ranks[0], self.device, alike)
         self.parts = cut(captured.graph, plan.starts)
         placing = Placing(self.user, model, captured.graph, captured.constants, plan.only(), device_mesh, values)
         self._place({0: placing})
@@ -132,14 +129,18 @@ class MeshCalls(ParallelRun):
         shape = self.captured.graph.nodes[self.captured.graph.index[name]].out.shape
         return as_dtensor(value, state, shape, self.device_mesh).full_tensor() if state.is_cut else value
 
-    def take_local_batch(self, without: frozenset[str]) -> None:
-        """Call every rank with its own rows from now on; inputs of the names in ``without`` have none."""
-        self.local_batch = LocalBatch(self.device_mesh)
-        self.local_batch.without = without
-
     def draws(self) -> bool:
         """Return whether the program has random operators."""
         return self.stage.draws
+
+    @property
+    def everyone(self) -> Any:
+        """The group of the ranks of the mesh: autopar's own, where that is possible."""
+        return self.groups.of(self.rank_numbers()) if self.groups is not None else mesh_group(self.device_mesh)
+
+    def stages_on_ranks(self) -> list[tuple[Mesh, Sequence[int]]]:
+        """Return the mesh and its ranks, which may be others than those of the plan."""
+        return [(self.plan.mesh, self.rank_numbers())]
 
     def ranks(self) -> tuple[Any, int]:
         """Return the process group of the ranks that hold a part, and the first of them."""
@@ -186,20 +187,13 @@ class MeshCalls(ParallelRun):
                 self.groups.check(self.generation)
             if self.local_batch is not None and not of_step:
                 together = self.rows_of_all(args, kwargs)
-                args, kwargs = self.local_batch.whole(args, kwargs) if together is None else together
+                args, kwargs = self.local_batch.whole(args, kwargs, self.device_mesh) if together is None else together
             self.check_values(ModuleCall(args, kwargs, of_step=of_step))
             meeting = self.meeting
             if meeting is not None:
                 meeting.note(f"the forward of call {call}")
             with taken_anew(self):
                 return self._outputs(self.call_program(call, args, kwargs), call, of_step)
-
-    def rows_of_all(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Call | None:
-        """Return a call with the rows of all ranks, where each has its own and not equally many; else None."""
-        if self.local_batch is None or self.buckets is not None or self.programs is None or not self.programs.shapes:
-            return None
-        logs = [log for log in (self.meeting, self.programs.meeting) if log is not None]
-        return self.local_batch.put_together(args, kwargs, logs)
 
     def fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
         """Enclose a part of a step: what fails in it on one rank ends the step on all."""
@@ -266,7 +260,7 @@ class MeshCalls(ParallelRun):
                 continue
             value = with_pending(value, state, mesh)
             if local_batch is not None and (shape := graph.spec(graph.outputs[i]).shape) and shape[0] == rows:
-                results.append(local_batch.of_output(value, state, shape))
+                results.append(local_batch.of_output(value, state, shape, mesh))
                 continue
             if any(not p.is_replicated and n > 1 for p, (_, n) in zip(state, self.stage.plan.mesh, strict=True)):
                 shape = graph.spec(graph.outputs[i]).shape

@@ -129,7 +129,7 @@ class MeshRun(MeshCalls):
         parts, begin = [], 0
         for number, each in of_parts:
             some = _rows_between((args, kwargs), rows, begin, number * each, without)
-            calls = self.local_batch.parts(*some, number)
+            calls = self.local_batch.parts(*some, number, self.device_mesh)
             first_args, first_kwargs = calls[0]
             of_first = ModuleCall(first_args, first_kwargs, parts=number, of_several=len(of_parts) > 1)
             places = [PlaceInBatch(begin + k * each, max(1, each), rows) for k in range(number)]

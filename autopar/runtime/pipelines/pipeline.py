@@ -22,7 +22,6 @@ from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import cut
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import without_inference_mode
-from autopar.runtime.batches.local_batch_in_stages import RowsInStages
 from autopar.runtime.batches.same_batch import Calls, first_readers
 from autopar.runtime.optimizers import grad_scaler
 from autopar.runtime.parameters.state import as_dtensor
@@ -113,10 +112,10 @@ class PipelineRun(PipelineBatches):
         new.planned_microbatches, new.first_tied = self.planned_microbatches, self.first_tied
         return new
 
-    def take_local_batch(self, without: frozenset[str]) -> None:
-        """Call every rank with its own rows from now on; inputs of the names in ``without`` have none."""
-        self.local_batch = RowsInStages([(s.mesh, s.devices) for s in self.plan.stages], self.rank)
-        self.local_batch.without = without
+    @property
+    def everyone(self) -> Any:
+        """The group of all ranks, of autopar's own."""
+        return self.groups.of(range(self.plan.n_devices))
 
     def ranks(self) -> tuple[Any, int]:
         """Return the process group of the ranks that hold a part, and the first of them."""
@@ -137,7 +136,7 @@ class PipelineRun(PipelineBatches):
         if value is None:
             value = torch.empty(node.out.shape, dtype=getattr(torch, node.out.dtype))
         value = value.detach().to(self.device).contiguous().clone()
-        dist.broadcast(value, self.plan.stages[number].devices[0], group=self.work.everyone)
+        dist.broadcast(value, self.plan.stages[number].devices[0], group=self.everyone)
         return value
 
     def tied_names(self) -> dict[str, str]:
@@ -179,7 +178,7 @@ class PipelineRun(PipelineBatches):
                 torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
             self.steps += 1
             if scale is not None:
-                grad_scaler.share_overflows(self.parameters(), self.device, self.work.everyone)
+                grad_scaler.share_overflows(self.parameters(), self.device, self.everyone)
             if optimizer is not None:
                 grad_scaler.step(optimizer, scaler)
         if optimizer is not None:
@@ -263,7 +262,7 @@ class PipelineRun(PipelineBatches):
             raise RunError(f"clip_grad_norm_: norm_type is {norm_type}; a pipeline knows 2")
         with self.all_in_step("clip_grad_norm_"):
             squared = self._squared_norm({each.name: each.stages[0] for each in self.first_tied})
-            dist.all_reduce(squared, group=self.work.everyone)
+            dist.all_reduce(squared, group=self.everyone)
         return self._scaled(squared.sqrt(), max_norm)
 
     def whole_values(self) -> dict[str, torch.Tensor]:

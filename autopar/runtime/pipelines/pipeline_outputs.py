@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.batches.local_batch_in_stages import RowsInStages
+from autopar.runtime.batches.local_batch import RowsOfRanks
 from autopar.runtime.batches.runs import rows_of_microbatch
 from autopar.runtime.pipelines.ready_runs import Ready
 from autopar.runtime.ranks.collectives import as_sent
@@ -53,7 +53,7 @@ def _has_rows(ready: Ready, out: Ref) -> bool:
     return ready.captured.graph.spec(out).shape[:1] == (rows_of_microbatch(ready.captured),)
 
 
-def of_batch(ready: Ready, of_runs: Sequence[Sequence[Any]], local_batch: RowsInStages | None = None) -> list[Any]:
+def of_batch(ready: Ready, of_runs: Sequence[Sequence[Any]], local_batch: RowsOfRanks | None = None) -> list[Any]:
     """Return the outputs of a batch, from those of its runs, of which ``ready`` is any.
 
     Args:

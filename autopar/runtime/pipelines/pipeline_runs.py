@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RunError
-from autopar.runtime.batches.local_batch_in_stages import RowsInStages
+from autopar.runtime.batches.local_batch import RowsOfRanks
 from autopar.runtime.batches.module_calls import ModuleCall
 from autopar.runtime.batches.runs import Run, rows_of_microbatch, runs
 from autopar.runtime.batches.same_batch import Seen
@@ -36,11 +36,10 @@ class PipelineBatches(PipelinePrograms):
     work: Work
     padding: Padding
     spans: list[Span] | None
-    local_batch: RowsInStages | None = None
     planned_microbatches: int
 
     @property
-    def rows(self) -> RowsInStages | None:
+    def rows(self) -> RowsOfRanks | None:
         """How this step's rows lie on the ranks; None if each of them has all of them."""
         rows = self.local_batch
         return rows if rows is not None and rows.counts is None else None
@@ -58,10 +57,8 @@ class PipelineBatches(PipelinePrograms):
         """
         if self.buckets is not None:
             (args, kwargs), self.padding = self.buckets.padded(args, kwargs)
-        elif self.local_batch is not None and self.programs is not None and self.programs.shapes:
-            logs = [self.programs.meeting] if self.programs.meeting is not None else []
-            together = self.local_batch.put_together(args, kwargs, logs, self.work.everyone)
-            args, kwargs = (args, kwargs) if together is None else together
+        elif (together := self.rows_of_all(args, kwargs)) is not None:
+            args, kwargs = together
         ready = []
         for run in self._runs(args, kwargs):
             callers, batches = self._microbatches(run)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph
-from autopar.runtime.batches.local_batch_in_stages import RowsInStages
+from autopar.runtime.batches.local_batch import RowsOfRanks
 from autopar.runtime.gradients.reached import Reached
 from autopar.runtime.gradients.taking_part import told_elsewhere
 from autopar.runtime.parameters.state import as_dtensor
@@ -85,7 +85,7 @@ class Work:
             for s, stage in stages.items()
         }  # fmt: skip
         self.spans: list[Span] | None = None
-        self.local_batch: RowsInStages | None = None
+        self.local_batch: RowsOfRanks | None = None
 
     def train(
         self, batches: Batches, shares: Sequence[float], seeds: Sequence[Any], shown: Mapping[str, str],

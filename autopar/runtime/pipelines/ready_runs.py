@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture import Captured
 from autopar.plans.stage_graphs import StageGraph
 from autopar.runtime.batches.batch import Batch
-from autopar.runtime.batches.local_batch_in_stages import RowsInStages
+from autopar.runtime.batches.local_batch import RowsOfRanks
 from autopar.runtime.batches.runs import Run
 from autopar.runtime.batches.totals_ahead import State, TotalsAhead, check_in_parts, computed_ahead
 from autopar.runtime.gradients.reached import Reached, ReachedBy
@@ -64,7 +64,7 @@ class Ready:
 
 
 def with_totals_of_batch(
-    runs: Sequence[Ready], local_batch: RowsInStages | None, device_mesh: DeviceMesh, state: State
+    runs: Sequence[Ready], local_batch: RowsOfRanks | None, device_mesh: DeviceMesh, state: State
 ) -> list[Ready]:
     """Return the runs with what their microbatches read of the whole batch.
 

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.plans.stage_graphs import StageGraph
-from autopar.runtime.batches.local_batch_in_stages import RowsInStages
+from autopar.runtime.batches.local_batch import RowsOfRanks
 from autopar.runtime.gradients.reached import Reached
 from autopar.runtime.pipelines.backward import Halves
 from autopar.runtime.pipelines.input_gradients import InputGradients
@@ -67,7 +67,7 @@ class Flight:
         self.part, self.stage, self.input_gradients, self.leads = part, stage, input_gradients, leads
         self.shares: Sequence[float] = ()
         self.scale: torch.Tensor | None = None
-        self.local_batch: RowsInStages | None = None
+        self.local_batch: RowsOfRanks | None = None
         self.into = [wire for wire in wires if wire.target == part.number]
         self.out = [wire for wire in wires if wire.source == part.number]
         backwards = [action for action in row if action.stage == part.number and action.kind in "BW"]
@@ -86,7 +86,7 @@ class Flight:
         return stage.plan.whole_backward or stage.compile_args is not None
 
     def begin(
-        self, shares: Sequence[float], local_batch: RowsInStages | None, scale: torch.Tensor | None = None
+        self, shares: Sequence[float], local_batch: RowsOfRanks | None, scale: torch.Tensor | None = None
     ) -> None:
         """Begin a step: what was gathered before the optimizer's step no longer counts.
 

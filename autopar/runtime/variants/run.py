@@ -20,7 +20,7 @@ from autopar.capture.losses import LOSS, other_losses
 from autopar.capture.python.guards import refusal
 from autopar.errors import RunError, first_few
 from autopar.plans.plan import Plan
-from autopar.runtime.batches.local_batch import RowsOfRanks
+from autopar.runtime.batches.local_batch import Call, RowsOfRanks
 from autopar.runtime.batches.module_calls import ModuleCall, check_autocast
 from autopar.runtime.batches.row_sampler import Samplers
 from autopar.runtime.batches.same_batch import Calls
@@ -32,6 +32,7 @@ from autopar.runtime.variants.buckets import Buckets
 from autopar.runtime.variants.module_modes import Training
 from autopar.runtime.variants.program_run import Fields, ProgramRun
 from autopar.torch_private import pytree
+from autopar.words.meshes import Mesh
 from autopar.words.trees import PyTree
 
 Momenta = dict[str, tuple[torch.nn.Module, float]]
@@ -94,6 +95,8 @@ class ParallelRun(ProgramRun):
     world: dist.ProcessGroup | None = None
     buckets: Buckets | None = None
     local_batch: RowsOfRanks | None = None
+    meeting: CollectiveLog | None = None
+    """Where ranks meet that read outputs in pieces."""
     told_of_statistics = False
     evaluates_otherwise = False
     """Eval mode is another graph than that of training, and is captured by itself."""
@@ -174,9 +177,14 @@ class ParallelRun(ProgramRun):
         """Return whether a step has begun whose microbatches must all run the same program."""
         return False
 
-    def take_local_batch(self, without: frozenset[str]) -> None:
-        """Expect every rank to be called with its own rows; inputs of the names in ``without`` have none."""
+    @property
+    def everyone(self) -> Any:
+        """The group of all ranks that hold a part, for the tensors' device: autopar's own, where that is possible."""
         raise NotImplementedError
+
+    def stages_on_ranks(self) -> list[tuple[Mesh, Sequence[int]]]:
+        """Return the mesh of each stage, and its ranks in row-major order of it."""
+        return [(stage.mesh, stage.devices) for stage in self.plan.stages]
 
     def forward(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run a call of the module."""
@@ -192,6 +200,18 @@ class ParallelRun(ProgramRun):
     def evaluate(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> torch.Tensor:
         """Return the loss of a batch without gradients."""
         raise NotImplementedError
+
+    def take_local_batch(self, without: frozenset[str]) -> None:
+        """Expect every rank to be called with its own rows; inputs of the names in ``without`` have none."""
+        self.local_batch = RowsOfRanks(self.stages_on_ranks(), lambda: self.everyone, without)
+
+    def rows_of_all(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Call | None:
+        """Return a call with the rows of all ranks, where each has its own and not equally many; else None."""
+        programs = self.programs
+        if self.local_batch is None or self.buckets is not None or programs is None or not programs.shapes:
+            return None
+        logs = [log for log in (self.meeting, programs.meeting) if log is not None]
+        return self.local_batch.put_together(args, kwargs, logs)
 
     # -- all programs
 
