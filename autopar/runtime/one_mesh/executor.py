@@ -23,7 +23,6 @@ from autopar.errors import RunError
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph, cut
 from autopar.runtime.batches.batch import Shape
-from autopar.runtime.batches.calls import without_inference_mode
 from autopar.runtime.batches.module_calls import ModuleCall, batch_rows
 from autopar.runtime.batches.outputs import IN_SHARDS, unread, with_pending
 from autopar.runtime.batches.same_batch import Calls, Seen, first_readers
@@ -169,44 +168,16 @@ class MeshCalls(ParallelRun):
         Args:
             of_step: it is a microbatch of a step.
         """
-        with without_inference_mode():
-            return self.run_checked(args, kwargs, of_step)
-
-    def run_checked(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], of_step: bool) -> PyTree:
-        """Run a call, on all ranks or on none."""
         call = self.calls + 1
-        failures = self.failures
-        if failures is None:  # one device: the program runs in the caller's own autograd graph
-            self.check_values(ModuleCall(args, kwargs, of_step=of_step))
-            with taken_anew(self):
-                return self._outputs(self.call_program(call, args, kwargs), call, of_step)
-        self.check_world()
-        failures.settle()
-        with failures.during(f"the forward of call {call}"):
-            if self.groups is not None:
-                self.groups.check(self.generation)
+        with self.all_in_step(f"the forward of call {call}"):
             if self.local_batch is not None and not of_step:
                 together = self.rows_of_all(args, kwargs)
                 args, kwargs = self.local_batch.whole(args, kwargs, self.device_mesh) if together is None else together
             self.check_values(ModuleCall(args, kwargs, of_step=of_step))
-            meeting = self.meeting
-            if meeting is not None:
-                meeting.note(f"the forward of call {call}")
+            if self.meeting is not None:
+                self.meeting.note(f"the forward of call {call}")
             with taken_anew(self):
                 return self._outputs(self.call_program(call, args, kwargs), call, of_step)
-
-    def fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
-        """Enclose a part of a step: what fails in it on one rank ends the step on all."""
-        return self.failures.during(where) if self.failures is not None else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def all_in_step(self, what: str) -> Iterator[None]:
-        """Enclose what all ranks do before a step begins, after all have broken off one that failed."""
-        self.check_world()
-        if self.failures is not None:
-            self.failures.settle()
-        with self.fails_everywhere(f"{what} of call {self.calls + 1}"):
-            yield
 
     def call_program(self, call: int, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Any, ...]:
         """Run the program on a call whose shapes it takes."""

@@ -79,7 +79,7 @@ class MeshRun(MeshCalls):
 
     def check_step(self, call: ModuleCall) -> None:
         """Check a call before a step begins: within it, another program would be refused."""
-        with self.all_in_step("the step"):
+        with self.all_in_step(f"the step of call {self.calls + 1}"):
             self.check_values(call)
 
     def parts_of_step(
@@ -88,7 +88,7 @@ class MeshRun(MeshCalls):
         """Return the parts of a step, before the first of them begins; every rank calls it.
 
         Args:
-                args, kwargs: the batch, where each rank has rows of its own this one's.
+            args, kwargs: the batch, where each rank has rows of its own this one's.
             microbatches: how many the caller wants; None for as many as the rows say.
 
         Raises:
@@ -100,7 +100,7 @@ class MeshRun(MeshCalls):
         if not self.batch.pieces:
             check_equal_rows(self.planned, self.signature, args, kwargs)
         if self.local_batch is not None:
-            with self.all_in_step("the rows of the ranks"):
+            with self.all_in_step(f"the rows of the ranks of call {self.calls + 1}"):
                 together = self.rows_of_all(args, kwargs)
             if together is None:
                 return self._of_local_batch(args, kwargs, count)

@@ -8,8 +8,7 @@ crosses them.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from autopar.errors import RunError
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import cut
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
-from autopar.runtime.batches.calls import without_inference_mode
 from autopar.runtime.batches.same_batch import Calls, first_readers
 from autopar.runtime.optimizers import grad_scaler
 from autopar.runtime.parameters.state import as_dtensor
@@ -34,9 +32,9 @@ from autopar.runtime.ranks.agree import Meeting
 from autopar.runtime.ranks.devices import device_of
 from autopar.runtime.ranks.failures import Failures
 from autopar.runtime.repairs.functions_of_all_parameters import flat_optimizer_states
+from autopar.runtime.stages.home import whole_of
 from autopar.runtime.stages.registering import Placing
 from autopar.runtime.stages.seeds import seeds_for
-from autopar.runtime.variants.run import whole_of
 from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
 
@@ -184,15 +182,6 @@ class PipelineRun(PipelineBatches):
         if optimizer is not None:
             optimizer.zero_grad()
         return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
-
-    @contextlib.contextmanager
-    def all_in_step(self, where: str) -> Iterator[None]:
-        """Enclose all that ranks do together in a step, or in forwards: what fails on one of them ends it on all."""
-        self.check_world()
-        self.failures.settle()
-        with self.failures.during(where), without_inference_mode():
-            self.groups.check(self.generation)
-            yield
 
     # -- without gradients
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from autopar.runtime.parameters.user_module import UserModule
 from autopar.runtime.ranks.failures import Failures
@@ -65,3 +68,59 @@ class Home:
     def owner_of(self, name: str) -> tuple[torch.nn.Module, str]:
         """Return the module and the key under which a parameter or buffer is registered."""
         return self.user.owner_of(name)
+
+    # -- of all ranks
+
+    def ranks(self) -> tuple[Any, int]:
+        """Return the process group of all ranks that hold a part, and the first of them."""
+        raise NotImplementedError
+
+    def rank_numbers(self) -> list[int]:
+        """Return the ranks that hold a part of the model."""
+        return list(range(dist.get_world_size()))
+
+    def tied_names(self) -> Mapping[str, str]:
+        """Return ``{name: first name}`` of tied parameters of which a rank may hold one name only."""
+        return {}
+
+    def parameter_order(self) -> Sequence[str]:
+        """Return the first names of the whole model's parameters, in its order."""
+        return list(dict.fromkeys(self.user.names.values()))
+
+    def whole_values(self) -> dict[str, torch.Tensor]:
+        """Return all parameters and buffers, whole, on this rank's device, where all ranks call it.
+
+        Tied ones are one tensor.
+        """
+        values: dict[str, torch.Tensor] = {}
+        same: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, tensor in self.registered().items():
+                if id(tensor) not in same:
+                    whole = whole_of(tensor)
+                    same[id(tensor)] = whole if isinstance(tensor, DTensor) else whole.clone()
+                values[name] = same[id(tensor)]
+        return values
+
+    def full_state(self, all_ranks: bool) -> dict[str, torch.Tensor] | None:
+        """Return the state dict of the model on one device, on the CPU of the first rank; None on others.
+
+        Args:
+            all_ranks: give it to every rank.
+        """
+        keep = all_ranks or dist.get_rank() == self.ranks()[1]
+        seen: dict[int, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
+        for name, value in self.in_state_dict().items():
+            if id(value) not in seen:
+                whole = whole_of(value)
+                seen[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
+            state[name] = seen[id(value)]
+        return state if keep else None
+
+
+def whole_of(stored: torch.Tensor) -> torch.Tensor:
+    """Return the whole value of a stored tensor; all ranks of its mesh call it."""
+    detached: Any = stored.detach()
+    whole: torch.Tensor = detached.full_tensor() if isinstance(detached, DTensor) else detached
+    return whole

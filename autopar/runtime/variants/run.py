@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import OtherGraphError, sides_in_eval_mode
@@ -20,12 +19,14 @@ from autopar.capture.losses import LOSS, other_losses
 from autopar.capture.python.guards import refusal
 from autopar.errors import RunError, first_few
 from autopar.plans.plan import Plan
+from autopar.runtime.batches.calls import without_inference_mode
 from autopar.runtime.batches.local_batch import Call, RowsOfRanks
 from autopar.runtime.batches.module_calls import ModuleCall, check_autocast
 from autopar.runtime.batches.row_sampler import Samplers
 from autopar.runtime.batches.same_batch import Calls
 from autopar.runtime.parameters.user_module import PLACE
 from autopar.runtime.ranks.collective_log import CollectiveLog
+from autopar.runtime.ranks.groups import Groups
 from autopar.runtime.stages.compiled import CompileArguments, check_compiled
 from autopar.runtime.stages.stage import Stage
 from autopar.runtime.variants.buckets import Buckets
@@ -79,6 +80,7 @@ class ParallelRun(ProgramRun):
 
     Attributes:
         world: the process group of all ranks in which it was made; None on one device, which needs none.
+        groups: autopar's own process groups, in which it runs, of one ``generation``; None if there are none.
         programs: the others; None if there are none.
         compiled_as: the options with which a ``torch.compile`` around a call compiled the programs.
         compared: what ranks compare of its calls.
@@ -93,6 +95,8 @@ class ParallelRun(ProgramRun):
     compiled_as: Any = None
     compared: Calls
     world: dist.ProcessGroup | None = None
+    groups: Groups | None = None
+    generation = 0
     buckets: Buckets | None = None
     local_batch: RowsOfRanks | None = None
     meeting: CollectiveLog | None = None
@@ -120,50 +124,11 @@ class ParallelRun(ProgramRun):
         """The mode of the whole."""
         return self.module.training
 
-    def whole_values(self) -> dict[str, torch.Tensor]:
-        """Return all parameters and buffers, whole, on this rank's device, where all ranks call it.
-
-        Tied ones are one tensor.
-        """
-        values: dict[str, torch.Tensor] = {}
-        same: dict[int, torch.Tensor] = {}
-        with torch.no_grad():
-            for name, tensor in self.registered().items():
-                if id(tensor) not in same:
-                    whole = whole_of(tensor)
-                    same[id(tensor)] = whole if isinstance(tensor, DTensor) else whole.clone()
-                values[name] = same[id(tensor)]
-        return values
-
-    def full_state(self, all_ranks: bool) -> dict[str, torch.Tensor] | None:
-        """Return the state dict of the model on one device, on the CPU of the first rank; None on others.
-
-        Args:
-            all_ranks: give it to every rank.
-        """
-        keep = all_ranks or dist.get_rank() == self.ranks()[1]
-        seen: dict[int, torch.Tensor] = {}
-        state: dict[str, torch.Tensor] = {}
-        for name, value in self.in_state_dict().items():
-            if id(value) not in seen:
-                whole = whole_of(value)
-                seen[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
-            state[name] = seen[id(value)]
-        return state if keep else None
-
     # -- what a run on one mesh and one in stages have of their own
 
     def draws(self) -> bool:
         """Return whether the program has random operators."""
         raise NotImplementedError
-
-    def ranks(self) -> tuple[Any, int]:
-        """Return the process group of all ranks that hold a part, and the first of them."""
-        raise NotImplementedError
-
-    def rank_numbers(self) -> list[int]:
-        """Return the ranks that hold a part of the model."""
-        return list(range(dist.get_world_size()))
 
     def rebuilt(self, model: torch.nn.Module, values: Callable[[str], torch.Tensor]) -> ParallelRun:
         """Return a run like this one of a copy of the model, with given whole values by name; all ranks call it."""
@@ -247,16 +212,6 @@ class ParallelRun(ProgramRun):
             check_compiled(stage.program, arguments[1])
         for stage in stages:
             stage.compile(*arguments)
-
-    # -- names of the whole model
-
-    def tied_names(self) -> Mapping[str, str]:
-        """Return ``{name: first name}`` of tied parameters of which a rank may hold one name only."""
-        return {}
-
-    def parameter_order(self) -> Sequence[str]:
-        """Return the first names of the whole model's parameters, in its order."""
-        return list(dict.fromkeys(self.user.names.values()))
 
     # -- modes
 
@@ -392,6 +347,21 @@ class ParallelRun(ProgramRun):
                 ": call, evaluate and save it before that, or parallelize the model again"
             )
 
+    def fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
+        """Enclose a part of a step: what fails in it on one rank ends the step on all."""
+        return self.failures.during(where) if self.failures is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def all_in_step(self, where: str) -> Iterator[None]:
+        """Enclose what ranks do together in a step or a call, after all have broken off an earlier one that failed."""
+        self.check_world()
+        if self.failures is not None:
+            self.failures.settle()
+        with self.fails_everywhere(where), without_inference_mode():
+            if self.groups is not None:
+                self.groups.check(self.generation)
+            yield
+
     @contextlib.contextmanager
     def all_call(self, what: str) -> Iterator[None]:
         """Enclose what all ranks do together outside of a step, such as ``full_state_dict``.
@@ -412,13 +382,6 @@ class ParallelRun(ProgramRun):
                 yield
         finally:
             self._all_are_together = False
-
-
-def whole_of(stored: torch.Tensor) -> torch.Tensor:
-    """Return the whole value of a stored tensor; all ranks of its mesh call it."""
-    detached: Any = stored.detach()
-    whole: torch.Tensor = detached.full_tensor() if isinstance(detached, DTensor) else detached
-    return whole
 
 
 def is_parallel(module: Any) -> bool:
