@@ -28,7 +28,7 @@ from autopar.runtime.checkpoints import folder_owner
 from autopar.runtime.checkpoints.durable_files import SummedFile
 from autopar.runtime.checkpoints.saves_in_folder import MANIFEST, read_on
 from autopar.runtime.checkpoints.stored_shards import ShardsToWrite
-from autopar.runtime.ranks.threads import end_rank
+from autopar.runtime.ranks.ended import end_rank
 
 FORK = multiprocessing.get_context("fork")
 

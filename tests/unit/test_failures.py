@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.runtime.ranks import ended, failures
+from autopar.runtime.ranks import ended, failures, watch
 from autopar.runtime.ranks.failures import Failures
 from autopar.torch_private import default_store
 
@@ -158,10 +158,10 @@ def test_a_world_that_is_ended_while_a_thread_looks_is_no_error(
     """``destroy_process_group`` between two requests of the watch, which would show a traceback of its thread."""
     monkeypatch.setattr(ended, "default_store", default_store)
     assert not dist.is_initialized() and ranks[0].news() == ""
-    watch = failures._Watch(ranks[0], lambda: None, True)
-    watch.begin()
-    watch.end()
-    assert watch.thread is not None
-    watch.look()
-    watch.thread.end(10.0)
-    assert not watch.thread.is_alive()
+    step = failures._Step(ranks[0], lambda: None, True)
+    step.begin()
+    step.end()
+    thread = watch._watches[-1].thread
+    assert thread.is_alive() and step.look() == failures.QUIET_SECONDS
+    watch.end_watches()
+    assert not thread.is_alive()

@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RunError
 from autopar.runtime.checkpoints.durable_files import Sum
 from autopar.runtime.checkpoints.stored_shards import ShardsToWrite, results_as_rows, results_of_rows
-from autopar.runtime.ranks.ended import ended, say
+from autopar.runtime.ranks.ended import before_end, ended, say
 from autopar.runtime.ranks.store_meeting import looks, received, sent
-from autopar.runtime.ranks.threads import before_end
 from autopar.torch_private import default_store, default_timeout_seconds
 from hardware_profiles.strict import parse_json
 

@@ -8,10 +8,9 @@
 :mod:`.groups`             process groups, each made once; :mod:`.collectives`: torch's, of any dtype
 :mod:`.agree`              one plan, and errors that are raised everywhere
 :mod:`.failures`           a step that breaks on one rank; :mod:`.presence`: one that ends within ``parallelize``
-:mod:`.pulse`              one that is stopped, or hangs
-:mod:`.store_meeting`      ranks tell each other through the store; :mod:`.collective_log`: what they do together;
-                           :mod:`.ended`: that they have ended; :mod:`.threads`: which look there end before the
-                           interpreter does
+:mod:`.pulse`              one that is stopped, or hangs; :mod:`.ended`: ranks that have ended
+:mod:`.watch`              the thread that looks into the store for all of these
+:mod:`.store_meeting`      ranks tell each other through the store; :mod:`.collective_log`: what they do together
 :mod:`.collective_seconds` how long collectives took
 ========================== =============================================================================================
 """

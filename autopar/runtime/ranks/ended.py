@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,28 @@ def say_unmet() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1 and _kept.get("pid") != os.getpid():
         _kept.update(pid=os.getpid(), rank=dist.get_rank(), store=None)
         say()
+
+
+_first: list[Callable[[], None]] = []
+
+
+def before_end(does: Callable[[], None]) -> None:
+    """Make a rank of :func:`~autopar.runtime.ranks.launch.run_local` do something before its result counts.
+
+    Such as finishing a save in a thread: the process is ended soon after.
+    """
+    if does not in _first:
+        _first.append(does)
+
+
+def end_rank() -> None:
+    """Do what is to be done before this rank ends.
+
+    Raises:
+        Exception: it went wrong.
+    """
+    for does in _first:
+        does()
 
 
 def ended(ranks: Sequence[int]) -> dict[int, str]:

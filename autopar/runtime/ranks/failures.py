@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
 from autopar.runtime.ranks.ended import ended, killed, say_at_exit
-from autopar.runtime.ranks.threads import StoreThread
+from autopar.runtime.ranks.watch import watch
 from autopar.torch_private import default_store, default_timeout_seconds
 
 _MADE: dict[tuple[int, ...], Any] = {}
@@ -61,7 +61,7 @@ class Failures:
         self.count = 0
         self.where = ""
         self.aborted = ""
-        self.watch = _Watch(self, abort, stays_armed) if abort is not None else None
+        self.watch = _Step(self, abort, stays_armed) if abort is not None else None
         _of_all_modules.add(self)
         say_at_exit()
 
@@ -206,53 +206,50 @@ class Failures:
         self.where = ""
 
 
-class _Watch:
-    """A thread that looks for news while a step takes long."""
+class _Step:
+    """The part of a step that runs, of which the watch of this rank sees whether another rank has broken it off."""
 
     def __init__(self, failures: Failures, abort: Callable[[], None], stays_armed: bool) -> None:
         self.failures, self.abort, self.stays_armed = weakref.ref(failures), abort, stays_armed
-        self.world = dist.group.WORLD
-        self.changed = threading.Condition()
-        self.step, self.running, self.within = 0, False, False
-        self.thread: StoreThread | None = None
+        self.changed = threading.Lock()
+        self.step, self.running, self.within, self.is_watched = 0, False, False, False
+        self.news, self.of_step, self.until = "", 0, 0.0
 
     def begin(self) -> None:
         """Begin a part of a step."""
         with self.changed:
             self.step, self.running, self.within = self.step + 1, True, True
-            if self.thread is None:
-                told_to_end = threading.Event()
-                self.thread = StoreThread(_look_for_news, (weakref.ref(self), told_to_end), told_to_end)
-                self.thread.start()
+        if not self.is_watched:
+            self.is_watched = True
+            ref = weakref.ref(self)  # a module that is freed is watched no more
+            watch(lambda: None if (step := ref()) is None else step.look(), QUIET_SECONDS)
 
     def end(self) -> None:
         """End a part of a step."""
         with self.changed:
             self.running, self.within = self.stays_armed, False
 
-    def look(self) -> None:
-        """Abort the running step if another rank has failed in it and it still runs a while later."""
+    def look(self) -> float | None:
+        """Abort the running step if another rank has failed in it and it still runs a while after that was heard."""
         step, failures = self.step, self.failures()
-        if not self.running or failures is None or failures.aborted or not (news := failures.news()):
-            return
-        end = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < end and self.running and self.step == step:
-            time.sleep(POLL_SECONDS)
+        if failures is None or failures.aborted:
+            return None
+        if not self.running or (self.news and self.of_step != step):
+            self.news = ""
+            return QUIET_SECONDS
+        if not self.news:
+            self.news, self.of_step, self.until = failures.news(), step, time.monotonic() + GRACE_SECONDS
+            return min(QUIET_SECONDS, GRACE_SECONDS) if self.news else QUIET_SECONDS
+        if time.monotonic() < self.until:
+            return max(POLL_SECONDS, min(QUIET_SECONDS, self.until - time.monotonic()))
         with self.changed:
             if self.running and self.step == step:
-                failures.aborted = news
+                failures.aborted = self.news
                 self.abort()
                 if not self.within:  # in code of the caller's, such as clip_grad_norm_, what ends says nothing of it
-                    print(f"autopar: rank {failures.rank} ends what it waits for: {news}", file=sys.stderr, flush=True)
-
-
-def _look_for_news(ref: weakref.ref[_Watch], told_to_end: threading.Event) -> None:
-    while not told_to_end.wait(QUIET_SECONDS):
-        watch = ref()
-        if watch is None or dist.group.WORLD is not watch.world:  # it is ended, or another one has begun
-            return
-        watch.look()
-        del watch
+                    news = f"autopar: rank {failures.rank} ends what it waits for: {failures.aborted}"
+                    print(news, file=sys.stderr, flush=True)
+        return QUIET_SECONDS
 
 
 def _is_of_a_collective(error: BaseException) -> bool:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
 from autopar.runtime.ranks.attempts import separate_attempts
-from autopar.runtime.ranks.threads import end_rank
+from autopar.runtime.ranks.ended import end_rank
 from autopar.words.trees import PyTree
 
 GRACE_SECONDS = 2.0

@@ -2,7 +2,7 @@
 
 A launcher such as torchrun ends all ranks when one of them dies. Without one, nobody tells the others: they wait for it
 in the process group's store, or in a collective, until a time-out of half an hour. So while a rank is within such a
-call, a thread of its own looks every :data:`BEAT_SECONDS` who was killed (:mod:`autopar.runtime.ranks.ended`), or is
+call, its watch looks every :data:`BEAT_SECONDS` who was killed (:mod:`autopar.runtime.ranks.ended`), or is
 silent (:mod:`autopar.runtime.ranks.pulse`); a rank that leaves by an exception says so itself. Any of it is written
 down as *news*, which all who wait in the store look for, and the groups that autopar made are aborted for those who
 wait in a collective.
@@ -24,7 +24,7 @@ from autopar.errors import RunError
 from autopar.runtime.ranks import pulse
 from autopar.runtime.ranks.ended import killed, say_at_exit
 from autopar.runtime.ranks.failures import SHOWN, is_of_another_rank
-from autopar.runtime.ranks.threads import StoreThread
+from autopar.runtime.ranks.watch import watch
 from autopar.torch_private import default_store
 
 BEAT_SECONDS = 1.0
@@ -58,21 +58,27 @@ class Presence:
         self.rank = dist.get_rank()
         self.store = dist.PrefixStore(f"autopar/presence/{name_of(ranks)}/{number}", default_store())
         self.beat = max(BEAT_SECONDS, len(ranks) / pulse.RANKS_OF_A_SECOND)
-        self.done = threading.Event()
+        self.changed, self.done = threading.Lock(), False
         say_at_exit()
         pulse.begin()
-        self.thread = StoreThread(self._beats, (), self.done)
-        self.thread.start()
+        self.hears = False
+        watch(self._look, self.beat)
 
-    def _beats(self) -> None:
-        with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone
-            while not self.done.wait(self.beat):
-                if self.news():
-                    if not self.done.wait(GRACE_SECONDS):
-                        self.abort()
-                    return
-                for rank, how in killed(self.ranks).items():
-                    self.tell(f"rank {rank}, within {self.what} or before it, {how}")
+    def _look(self) -> float | None:
+        """Abort the groups a while after the news, and write down who was killed."""
+        if self.done:
+            return None
+        if self.hears:
+            with self.changed:
+                if not self.done:
+                    self.abort()
+            return None
+        if self.news():
+            self.hears = True
+            return GRACE_SECONDS
+        for rank, how in killed(self.ranks).items():
+            self.tell(f"rank {rank}, within {self.what} or before it, {how}")
+        return self.beat
 
     def tell(self, news: str) -> None:
         """Write down why this call cannot end well; the first one that does counts."""
@@ -96,11 +102,11 @@ class Presence:
 
     def end(self, error: BaseException | None) -> None:
         """Leave the call with this rank."""
-        self.done.set()
+        with self.changed:
+            self.done = True
         with contextlib.suppress(dist.DistError, RuntimeError):
             if error is not None:
                 self.tell(f"rank {self.rank} left {self.what} by {type(error).__name__}: {str(error)[:SHOWN]}")
-        self.thread.end(self.beat)
 
 
 @contextlib.contextmanager

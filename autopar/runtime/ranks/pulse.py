@@ -17,7 +17,6 @@ Python's threads stand still while a library keeps the interpreter's lock, and s
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import sys
@@ -30,7 +29,7 @@ import torch.distributed as dist
 
 from autopar.errors import RunError, first_few
 from autopar.runtime.ranks.ended import ended, killed, say_silent
-from autopar.runtime.ranks.threads import StoreThread
+from autopar.runtime.ranks.watch import watch
 from autopar.torch_private import default_store
 
 BEAT_SECONDS = 1.0
@@ -87,36 +86,31 @@ class Pulse:
         self.store = dist.PrefixStore("pulse", default_store())
         self.place: tuple[Any, float] = (None, 0.0)
         self.losses, self.hurries_until = "0", -math.inf
-        self.done = threading.Event()
-        self.thread = StoreThread(self._run, (), self.done)
-        self.thread.start()
+        self.count, self.told = 0, set[int]()
+        self.watched, self.at, self.since = self.rank, "", time.monotonic()
+        self.looked = time.monotonic()
+        watch(self._look, 0.0, lambda: self.store.set(str(self.rank), "done"))
 
-    def _run(self) -> None:
-        told: set[int] = set()
-        watched, at, since = self.rank, "", time.monotonic()
-        with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone
-            for count in itertools.count():
-                self.store.set(str(self.rank), f"{count}|{self._waits_in()}")
-                began = time.monotonic()
-                if self.done.wait(self.beat):
-                    break
-                if dist.group.WORLD is not self.world:  # ended, or another one has begun
-                    break
-                if time.monotonic() - began > 3 * self.beat:  # this process itself was stopped: what it saw is old
-                    since = time.monotonic()
-                gone = killed(range(self.ranks))
-                for rank in sorted(gone.keys() - told):
-                    told.add(rank)
-                    print(f"autopar: rank {self.rank} hears that rank {rank} {gone[rank]}", file=sys.stderr, flush=True)
-                after = [(self.rank + k) % self.ranks for k in range(1, self.ranks)]
-                neighbour = next((rank for rank in after if rank not in gone), self.rank)
-                now, before = self._count_of(neighbour), at
-                if neighbour != watched or now != before or now in ("", "done"):
-                    watched, at, since = neighbour, now, time.monotonic()
-                silent = time.monotonic() - since
-                if silent > self._allowed() and not ended([neighbour]):
-                    say_silent(neighbour, silent)
-            self.store.set(str(self.rank), "done")
+    def _look(self) -> float:
+        now, beat = time.monotonic(), self.beat
+        if now - self.looked > 4 * beat:  # this process itself was stopped: what it saw is old
+            self.since = now
+        self.looked = now
+        self.store.set(str(self.rank), f"{self.count}|{self._waits_in()}")
+        self.count += 1
+        gone = killed(range(self.ranks))
+        for rank in sorted(gone.keys() - self.told):
+            self.told.add(rank)
+            print(f"autopar: rank {self.rank} hears that rank {rank} {gone[rank]}", file=sys.stderr, flush=True)
+        after = [(self.rank + k) % self.ranks for k in range(1, self.ranks)]
+        neighbour = next((rank for rank in after if rank not in gone), self.rank)
+        at = self._count_of(neighbour)
+        if neighbour != self.watched or at != self.at or at in ("", "done"):
+            self.watched, self.at, self.since = neighbour, at, time.monotonic()
+        silent = time.monotonic() - self.since
+        if silent > self._allowed() and not ended([neighbour]):
+            say_silent(neighbour, silent)
+        return beat
 
     def _allowed(self) -> float:
         losses = self.store.get("lost").decode() if self.store.check(["lost"]) else "0"
