@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.runtime.ranks.collective_seconds import time_collectives
+from autopar.profiling.collective_seconds import time_collectives
 
 BATCH, TOKENS, HIDDEN, FFN, STEPS = 2, 128, 768, 3072, 3
 

@@ -18,7 +18,8 @@ are restored.
 :mod:`.draws_of_eager`   comparison of random draws with eager mode's
 :mod:`.parts_of_loss`    comparison of the microbatches' losses with the loss of the batch
 :mod:`.padding`          a trial that padding changes no result
-:mod:`.program_vs_eager` programs of many ranks in this process against the graph, and that against the model
+:mod:`.program_vs_eager` programs of many ranks in this process against the graph, and that against the model;
+                         :mod:`.in_process_ranks`: many ranks in one process
 ======================== ==============================================================================================
 """
 

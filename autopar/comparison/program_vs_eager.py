@@ -1,6 +1,6 @@
 """Comparison of programs with one device: loss, every gradient, and the weights after two optimizer steps.
 
-Programs run with many ranks in this process (:mod:`autopar.runtime.ranks.in_process_ranks`). Programs are compared with
+Programs run with many ranks in this process (:mod:`autopar.comparison.in_process_ranks`). Programs are compared with
 the captured graph on one device, and that with the model itself in eager mode, so a difference names the stage that
 made it.
 """
@@ -20,6 +20,7 @@ from autopar.comparison import doubled as doubled
 from autopar.comparison import promoted as promoted
 from autopar.comparison import wide as wide
 from autopar.comparison import widen as widen
+from autopar.comparison.in_process_ranks import WorldStep, pipeline_step, run_step, write_first
 from autopar.comparison.relative import largest_value, relative
 from autopar.errors import CaptureError
 from autopar.lower.emit import Program, lower
@@ -34,7 +35,6 @@ from autopar.plans.stage_graphs import cut
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.registry import rules_of
 from autopar.runtime.batches.totals_ahead import computed_ahead, totals_ahead
-from autopar.runtime.ranks.in_process_ranks import WorldStep, pipeline_step, run_step, write_first
 from autopar.runtime.stages.seeds import seed_after
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph

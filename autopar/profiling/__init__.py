@@ -9,6 +9,7 @@
 :mod:`.document`                  all of it as a profile file
 :mod:`.by_kind`                   seconds by kind of operator and peak memory of a real step, next to the plan's
 :mod:`.update`                    a profile corrected by such a step
+:mod:`.collective_seconds`        how long collectives took, as torch's profiler saw them
 :mod:`.measured_load`             distribution of a batch over routed experts
 ================================= =====================================================================================
 """

@@ -3,7 +3,7 @@
 Folders import those above them in this list, never one below (``tests/unit/test_floors.py`` checks it).
 
 =================== ===================================================================================================
-:mod:`.ranks`       processes, their groups, agreement and failures; many ranks in one process
+:mod:`.ranks`       processes, their groups, agreement and failures
 
 :mod:`.parameters`  stored as DTensors and used by programs: the collectives between the two, and when
 :mod:`.repairs`     what torch gets wrong where parameters are DTensors, for the whole process

@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.capture import Captured
+from autopar.comparison.in_process_ranks import run_step, write_first
 from autopar.comparison.program_vs_eager import inputs_of, one_device, state_of
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.random_plans import random_plan
 from autopar.rules.registry import rules_of
-from autopar.runtime.ranks.in_process_ranks import run_step, write_first
 from autopar.words.meshes import Mesh
 from habits.base import BATCHES, Habit, batch, loss_fn, made
 from hardware_profiles import abstract_cluster

@@ -558,7 +558,7 @@ def run_of_a_stage_without_parameters() -> float:
 
 
 BUILDS = {
-    "the stages": ("pipelines.pipeline", "cut", 1), "a parameter": ("parameters.registering", "as_dtensor", 2),
+    "the stages": ("pipelines.pipeline", "cut", 1), "a parameter": ("stages.registering", "as_dtensor", 2),
     "the last step": ("stages.stage", "make_units", 1), "the messages": ("pipelines.rank_actions", "Ties", 1),
     "values": ("", "", 0),
 }  # fmt: skip

@@ -17,11 +17,11 @@ from procs.in_turn import marked
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
+from autopar.comparison.in_process_ranks import run_step
 from autopar.comparison.program_vs_eager import inputs_of, one_device, state_of
 from autopar.errors import CaptureError
 from autopar.lower.emit import lower
 from autopar.plans.plan import StagePlan
-from autopar.runtime.ranks.in_process_ranks import run_step
 
 Forward = Callable[["Habit", Tensor], Tensor]
 HABITS: dict[str, Forward] = {}

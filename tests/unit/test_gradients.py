@@ -22,6 +22,7 @@ import autopar.rules  # noqa: F401
 from autopar.capture import Captured, capture
 from autopar.certificate import check
 from autopar.comparison import program_vs_eager as V
+from autopar.comparison.in_process_ranks import run_step
 from autopar.errors import CaptureError, RuleError
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import plan_graph
@@ -29,7 +30,6 @@ from autopar.planner.intra_op.random_plans import random_plan
 from autopar.planner.plan_notes import notes_on
 from autopar.rules.function import function_rule
 from autopar.rules.registry import rules_of
-from autopar.runtime.ranks.in_process_ranks import run_step
 from autopar.words.meshes import Mesh
 from hardware_profiles import abstract_cluster, load_cluster
 

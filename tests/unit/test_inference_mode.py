@@ -15,13 +15,13 @@ import autopar
 from autopar import planfile
 from autopar.capture import capture
 from autopar.certificate import check, peak_of
+from autopar.comparison.in_process_ranks import run_step
 from autopar.errors import AutoparError, InfeasibleError, PlanError, RunError
 from autopar.lower.emit import lower
 from autopar.parallelizing.replanning import for_graph
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.plans.clusters import get_cluster
 from autopar.plans.plan import Plan, StagePlan
-from autopar.runtime.ranks.in_process_ranks import run_step
 from autopar.runtime.stages.buffer_versions import outliving
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh

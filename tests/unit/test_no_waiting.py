@@ -49,7 +49,7 @@ ALLOWED = {
     "runtime/optimizers/user_optimizers.py": {"*"},
     "runtime/stages/seeds.py": {"alike", "go_on", "_digest", "_of_first"},  # the last where torch draws, which waits
     # many ranks in one process, for verify
-    "runtime/ranks/in_process_ranks.py": {"*"},
+    "comparison/in_process_ranks.py": {"*"},
     # proofs of rules, and their ranks in one process
     "rules/proving/proof.py": {"*"}, "rules/proving/simulation.py": {"__torch_dispatch__"},
     # torch's own generator is seeded for code that is kept as it is

@@ -14,10 +14,10 @@ from zoo import Case
 
 from autopar import parallelize
 from autopar.capture import capture
+from autopar.comparison.in_process_ranks import run_step
 from autopar.comparison.program_vs_eager import inputs_of, one_device, state_of
 from autopar.errors import AutoparError, CaptureError, RunError
 from autopar.lower.emit import lower
-from autopar.runtime.ranks.in_process_ranks import run_step
 from autopar.runtime.stages.branch_checks import WaysTaken
 
 ROWS, STEPS, WIDTH, CLASSES = 4, 6, 8, 4

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 import autopar
 from autopar.capture import capture
 from autopar.comparison import compare_with_eager
+from autopar.comparison.in_process_ranks import run_step
 from autopar.comparison.program_vs_eager import inputs_of, one_device, state_of
 from autopar.errors import CaptureError, RunError
 from autopar.lower.emit import lower
-from autopar.runtime.ranks.in_process_ranks import run_step
 
 
 class PlacedPictures(nn.Module):

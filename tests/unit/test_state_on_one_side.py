@@ -11,9 +11,9 @@ from torch import nn
 
 from autopar.capture import Captured, capture
 from autopar.comparison import compare_with_eager
+from autopar.comparison.in_process_ranks import run_step
 from autopar.comparison.program_vs_eager import inputs_of, one_device, state_of
 from autopar.lower.emit import lower
-from autopar.runtime.ranks.in_process_ranks import run_step
 
 
 class Base(nn.Module):

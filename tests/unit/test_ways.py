@@ -14,10 +14,10 @@ import autopar
 from autopar.capture import Captured, capture
 from autopar.capture.microbatches import taken_of_batch
 from autopar.comparison import compare_with_eager
+from autopar.comparison.in_process_ranks import run_step
 from autopar.comparison.program_vs_eager import inputs_of, one_device, state_of
 from autopar.errors import CaptureError, RunError
 from autopar.lower.emit import lower
-from autopar.runtime.ranks.in_process_ranks import run_step
 from autopar.runtime.stages.branch_checks import WaysTaken
 from autopar.words.graph import WAY
 

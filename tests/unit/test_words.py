@@ -21,7 +21,7 @@ THEIR_OWN = {"autopar/words/placements.py", "autopar/words/meshes.py", "autopar/
 OTHER_WORDS = {
     "autopar/runtime/parameters/redistribution.py": "a table by kinds, which stands beside torch's",
     "autopar/profiling/document.py": "an action of a schedule, a backward of inputs",
-    "autopar/runtime/ranks/in_process_ranks.py": "actions of schedules, too",
+    "autopar/comparison/in_process_ranks.py": "actions of schedules, too",
 }
 """Files in which a letter of a placement is another word, or a kind that was asked for by name."""
 

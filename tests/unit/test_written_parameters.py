@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.comparison import compare_with_eager
+from autopar.comparison.in_process_ranks import run_step
 from autopar.comparison.program_vs_eager import inputs_of, one_device, state_of
 from autopar.errors import CaptureError
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.mesh_plan import plan_graph
-from autopar.runtime.ranks.in_process_ranks import run_step
 from autopar.words.meshes import Mesh
 from autopar.words.precision import Precision
 from hardware_profiles import load_cluster

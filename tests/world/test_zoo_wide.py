@@ -17,10 +17,10 @@ from zoo_plain import PLAIN
 from zoo_wide import SINGLE, WIDE
 
 from autopar.capture import capture
+from autopar.comparison.in_process_ranks import run_step
 from autopar.comparison.program_vs_eager import inputs_of, one_device, state_of, verify
 from autopar.errors import CaptureError
 from autopar.lower.emit import lower
-from autopar.runtime.ranks.in_process_ranks import run_step
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 

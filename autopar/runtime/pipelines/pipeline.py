@@ -99,7 +99,8 @@ class PipelineRun(PipelineBatches):
         self.lines, self.first_tied = (here.wires, here.tied), here.tied
         self.unfinished, self.spans = Unfinished(), None
         self._place(placings)
-        self.work = self.work_of(plan.microbatches)
+        with self.user.restored_on_error():
+            self.work = self.work_of(plan.microbatches)
 
     def rebuilt(self, model: torch.nn.Module, values: Callable[[str], torch.Tensor]) -> PipelineRun:
         """Return a run like this one of a copy of the model, with given whole values by name; all ranks call it."""
