@@ -23,7 +23,7 @@ LONGEST_SECONDS = 10.0
 """How long the thread is waited for at exit: a request to a store that is gone, or far away, may not return."""
 
 
-class Watch:
+class StoreWatch:
     """Looks into the store of one world, in a thread; it ends when that world has, or none is left to look."""
 
     def __init__(self) -> None:
@@ -82,19 +82,19 @@ class Watch:
             self.thread.join(seconds)
 
 
-_watches: list[Watch] = []
+_watches: list[StoreWatch] = []
 """The last one is that of the present world."""
 
 
 def watch(look: Look, seconds: float, leave: Callable[[], None] | None = None) -> None:
-    """Have this rank look into the store, first in ``seconds``; another world, or a forked process, has its own thread.
+    """Look into the store with this rank, first in ``seconds``; another world, or a forked process, has its own thread.
 
     Args:
         leave: called when that ends.
     """
     if not _watches or not _watches[-1].add(look, seconds, leave):
         _watches[:] = [each for each in _watches if each.thread.is_alive()]
-        _watches.append(Watch())
+        _watches.append(StoreWatch())
         _watches[-1].add(look, seconds, leave)
 
 
