@@ -43,6 +43,7 @@ ALLOWED = {
     # what scripts ask of DTensors, and the ranks of a mesh
     "runtime/repairs/dtensor_fixes.py": {"*"},
     # state dicts and checkpoints
+    "runtime/pipelines/pipeline.py": {"full_state"},
     "runtime/checkpoints/full_state_dict.py": {"*"},
     "runtime/checkpoints/generator_states.py": {"*"},
     "runtime/checkpoints/safetensors_files.py": {"*"},
