@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.fx
+from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.lower import collectives
@@ -192,12 +193,50 @@ def run_opaque(target: Callable[..., Any], spec: Any, wants: Sequence[bool], *va
     args, kwargs = pytree.tree_unflatten(list(values), spec)
     with torch.enable_grad():
         outs = pytree.tree_leaves(target(*args, **kwargs))
+    alone = OneNode.of(values, outs)
+    if alone is not None:
+        return alone, outs[0].detach()
     tape = Tape([x for x in values if isinstance(x, torch.Tensor)], [x for x in outs if isinstance(x, torch.Tensor)])
     return (tape, *(x.detach() if isinstance(x, torch.Tensor) else x for x in outs))
 
 
-def opaque_backward(tape: Tape, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+class OneNode:
+    """An opaque call that made one node of autograd, whose ``backward`` is called without the engine."""
+
+    def __init__(self, node: Any, places: Sequence[int | None]) -> None:
+        self.node, self.places = node, places
+
+    @classmethod
+    def of(cls, values: Sequence[Any], outs: Sequence[Any]) -> OneNode | None:
+        """Return the node, if the call made one user Function and nothing else."""
+        node = outs[0].grad_fn if len(outs) == 1 and isinstance(outs[0], torch.Tensor) else None
+        if not isinstance(node, BackwardCFunction):
+            return None
+        leaves = [x for x in values if isinstance(x, torch.Tensor)]
+        numbers: list[int | None] = [None] * len(leaves)
+        for k, (before, _) in enumerate(node.next_functions):
+            if before is None:
+                continue
+            variable = getattr(before, "variable", None)
+            at = [n for n, x in enumerate(leaves) if x is variable]
+            if len(at) != 1:
+                return None
+            numbers[at[0]] = k
+        return cls(node, numbers)
+
+    def gradients(self, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the tensor arguments."""
+        with torch.no_grad():
+            got = self.node.apply(grad)
+        got = got if isinstance(got, tuple) else (got,)
+        return tuple(None if k is None else got[k] for k in self.places)
+
+
+def opaque_backward(tape: Tape | OneNode, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the arguments of an opaque call."""
+    if isinstance(tape, OneNode):
+        (grad,) = grads
+        return (None,) * len(tape.places) if grad is None else tape.gradients(grad)
     given = [(x, g) for x, g in zip(tape.outs, grads, strict=True) if x.requires_grad and g is not None]
     wanted = [x for x in tape.leaves if x.requires_grad]
     got: Sequence[Any] = [None] * len(wanted)

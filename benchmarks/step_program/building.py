@@ -8,7 +8,7 @@ goes through the same collectives as tensors do, so gathers and reductions are n
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,45 @@ class Step:
     weights: list[int] = field(default_factory=list)
 
 
+class Cast:
+    """A parameter in the format of the program, brought to its used placement; gradients go back in its own format."""
+
+    def __init__(self, dtype: torch.dtype, steps: Sequence[tuple[Callable[..., Any], tuple[Any, ...], str]]) -> None:
+        self.dtype, self.steps = dtype, steps
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, str(self.steps)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cast) and (self.dtype, str(self.steps)) == (other.dtype, str(other.steps))
+
+    def moved(self, x: torch.Tensor) -> torch.Tensor:
+        """Return it in its used placement."""
+        for fn, args, _ in self.steps:
+            x = fn(x, *args)
+        return x
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _CastNode.apply(x, self)  # type: ignore[no-any-return]
+
+
+class _CastNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cast: Cast) -> Any:
+        ctx.cast, ctx.like = cast, x
+        return cast.moved(x.to(cast.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        grad = grad.to(ctx.like.dtype)
+        if not ctx.cast.steps:
+            return grad, None
+        x = torch.empty_like(ctx.like).requires_grad_()
+        with torch.enable_grad():
+            moved = ctx.cast.moved(x)
+        return torch.autograd.grad(moved, x, grad)[0], None
+
+
 class Builder:
     """Builds the step of a program.
 
@@ -90,9 +129,11 @@ class Builder:
     """
 
     def __init__(
-        self, program: Program, roots: Collection[int], wants: Collection[int], plan: StagePlan | None = None
-    ) -> None:
+        self, program: Program, roots: Collection[int], wants: Collection[int], plan: StagePlan | None = None,
+        masters: Mapping[str, torch.dtype] | None = None,
+    ) -> None:  # fmt: skip
         self.program, self.roots, self.plan = program, sorted(roots), plan
+        self.masters = masters or {}
         self.wants = set(wants)
         self.graph = torch.fx.Graph()
         self.step = Step(self.graph, program.slots)
@@ -136,7 +177,8 @@ class Builder:
         if slot.kind == "param" and self.plan is not None:
             choice = self.plan.params[slot.name]
             shape = local_shape(slot.shape, choice.stored, mesh)
-        fake = torch.empty(shape, dtype=dtype, device=self.program.device)
+        master = self.masters.get(slot.name, dtype) if slot.kind == "param" else dtype
+        fake = torch.empty(shape, dtype=master, device=self.program.device)
         new.meta.update(val=fake, late=False, of=slot.name)
         self.step.placeholders.append(new)
         given = Value(new, fake, k in self.wants)
@@ -145,12 +187,17 @@ class Builder:
             self.step.weights.append(k)
         given.node.meta["slot"] = k
         setattr(self, f"_slot{k}", given)
+        steps = []
         if choice is not None and choice.stored != choice.used:
             for axis, a, b in path(choice.stored, choice.used) or ():
                 if mesh.size(axis) > 1:
-                    fn, args = state_step(slot.shape, a, b, mesh)
-                    given = self._called(f"{slot.name}:{b.text}", fn, (given, *args), {}, [True])
-            self.values[node] = given
+                    steps.append((*state_step(slot.shape, a, b, mesh), b.text))
+        if master is not dtype:
+            given = self._called(f"{slot.name}:cast", Cast(dtype, steps), (given,), {}, [True])
+        else:
+            for fn, args, text in steps:
+                given = self._called(f"{slot.name}:{text}", fn, (given, *args), {}, [True])
+        self.values[node] = given
 
     def _reached(self, end: torch.fx.Node) -> dict[torch.fx.Node, set[int]]:
         """Return the results of every call that lead to a root, by call."""

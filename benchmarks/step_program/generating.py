@@ -32,11 +32,7 @@ def bound(node: torch.fx.Node) -> Any:
     name = target._schema.name.split("::")[1]
     val = node.meta.get("val")
     fakes = [x.meta.get("val") for x in node.all_input_nodes]
-    if (
-        not isinstance(val, torch.Tensor)
-        or not all(isinstance(x, torch.Tensor) for x in fakes)
-        or name in _NOT
-    ):
+    if not isinstance(val, torch.Tensor) or not all(isinstance(x, torch.Tensor) for x in fakes) or name in _NOT:
         return fast(target)
     for home in _BINDINGS:
         found = getattr(home, name, None)
@@ -163,9 +159,7 @@ class Functions:
     def __init__(self, step: Step, split: bool = False) -> None:
         nodes = [n for n in step.graph.nodes if n.op == "call_function"]
         needed = _needed([*step.grads.values(), *(x for x in step.results if isinstance(x, torch.fx.Node))])
-        early = [
-            n for n in nodes if not n.meta["late"] and (n in needed or n.target.__class__ is not OpOverload)
-        ]
+        early = [n for n in nodes if not n.meta["late"] and (n in needed or n.target.__class__ is not OpOverload)]
         late = overlapped([n for n in nodes if n.meta["late"] and n in needed])
         early = overlapped(early)
         self.roots = list(step.roots)

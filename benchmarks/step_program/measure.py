@@ -36,6 +36,8 @@ from autopar.lower.freed_tensors import EMPTIED
 from autopar.planfile.writing import save
 from autopar.plans.plan import StagePlan
 from autopar.words.graph import Graph
+from autopar.words.precision import parse_precision
+from hardware_profiles import load_cluster
 
 SINGLE = ("mixtral",)
 """Models that do not run in double precision."""
@@ -74,7 +76,7 @@ def bytes_by_kind(seen: list[tuple[str, str, int]]) -> dict[str, tuple[int, int]
     return {kind: (times[kind], sizes[kind]) for kind in sorted(times)}
 
 
-def rank(name: str, ranks: int, steps: int, plan: str | None) -> dict[str, Any]:
+def rank(name: str, ranks: int, steps: int, plan: str | None, precision: str | None = None) -> dict[str, Any]:
     """Compare the ways on this rank."""
     warnings.simplefilter("ignore")
     if os.environ.get("STEP_DUMP"):
@@ -82,7 +84,13 @@ def rank(name: str, ranks: int, steps: int, plan: str | None) -> dict[str, Any]:
     torch.set_num_threads(1)
     model, args, kwargs = made(name)
     eager = copy.deepcopy(model)
-    pm = autopar.parallelize(model, ranks, kwargs or args, **({"plan": plan} if plan else {}))
+    if precision:
+        model = model.float()
+        args, kwargs = ([x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args],
+                        {k: x.float() if x.is_floating_point() else x for k, x in kwargs.items()})  # fmt: skip
+        eager = copy.deepcopy(model)
+    asked = {"plan": plan} if plan else {"precision": precision} if precision else {}
+    pm = autopar.parallelize(model, ranks, kwargs or tuple(args), **asked)
     run = pm._autopar
     today = run.call_program
     began = time.thread_time()
@@ -180,10 +188,7 @@ def certified(graph: Graph, plan: StagePlan) -> dict[str, Any]:
 
     before, recount.CollectiveCount = recount.CollectiveCount, Kept
     try:
-        cluster = autopar.load_cluster("local-x2") if hasattr(autopar, "load_cluster") else None
-        from hardware_profiles import load_cluster
-
-        cluster = cluster or load_cluster("local-x2")
+        cluster = load_cluster(f"local-x{len(plan.devices)}")
         report = recount.check(plan, graph, cluster)
         seen = list(Kept.last.seen)
     finally:
@@ -197,19 +202,24 @@ def certified(graph: Graph, plan: StagePlan) -> dict[str, Any]:
     }
 
 
-def measured(name: str, ranks: int, steps: int, pins: dict[str, Any]) -> dict[str, Any]:
+def measured(name: str, ranks: int, steps: int, pins: dict[str, Any], precision: str | None) -> dict[str, Any]:
     """Return the results of one model."""
     if ranks == 1:
-        return rank(name, 1, steps, None)
+        return rank(name, 1, steps, None, precision)
     model, args, kwargs = made(name)
-    captured = capture(model, args, kwargs)
-    plan = autopar.plan(model, "local-x2", kwargs or args, captured=captured, stages=1, **pins)
+    if precision:
+        model = model.float()
+        args, kwargs = (tuple(x.float() if x.is_floating_point() else x for x in args),
+                        {k: x.float() if x.is_floating_point() else x for k, x in kwargs.items()})  # fmt: skip
+        pins = {**pins, "precision": precision}
+    captured = capture(model, args, kwargs, precision=parse_precision(precision))
+    plan = autopar.plan(model, f"local-x{ranks}", kwargs or args, captured=captured, stages=1, **pins)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "plan.toml")
         save(path, plan, captured.graph)
         counted = certified(captured.graph, plan.only())
         found = autopar.run_local(
-            rank, ranks, name, ranks, steps, path, timeout=int(os.environ.get("STEP_TIMEOUT", "500"))
+            rank, ranks, name, ranks, steps, path, precision, timeout=int(os.environ.get("STEP_TIMEOUT", "500"))
         )
     return {**found[0], "pins": pins, **counted, "grad_diff_other": found[1]["grad_diff"]}
 
@@ -223,11 +233,13 @@ def main() -> None:
     parser.add_argument(
         "--pins", default="{}", help='JSON: pins of the plan, such as {"params": {"*.weight": "S0 use"}}'
     )
+    parser.add_argument("--precision", help="such as bf16-mixed")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for name in options.models:
         try:
-            print(json.dumps(measured(name, options.ranks, options.steps, json.loads(options.pins))), flush=True)
+            row = measured(name, options.ranks, options.steps, json.loads(options.pins), options.precision)
+            print(json.dumps(row), flush=True)
         except Exception as error:
             if os.environ.get("STEP_RAISE"):
                 raise

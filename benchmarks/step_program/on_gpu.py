@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from generating import _needed, _read_of
 from gpu_rows.models import make
 from passes import overlapped
 from running import Program, Runs
 
 import autopar
-from autopar.torch_private import OpOverload
 
 Ran = tuple[torch.Tensor, list[torch.Tensor]]
 

@@ -38,7 +38,8 @@ class Program:
         ]
         self.stored = reduce
         with on_mesh(stage.device_mesh):
-            self.step: Step = Builder(stage.program, roots, wants, stage.plan if reduce else None).build()
+            masters = {n: held.param.dtype for n, held in stage.held_params.items()}
+            self.step: Step = Builder(stage.program, roots, wants, stage.plan if reduce else None, masters).build()
         n_bytes = sum(x.leaf.numel() * x.leaf.element_size() for x in stage.held_params.values())
         self.buckets = in_buckets(self.step, bucket_bytes(n_bytes))
         gathers = [
@@ -63,6 +64,8 @@ class Program:
         given = stage.template[: len(stage.program.slots)]
         for k, held in self.param_slots:
             given[k] = held.local if self.stored and held.local is not None else held.leaf
+            if held.casts:
+                given[k] = held.param.to_local() if hasattr(held.param, "to_local") else held.param
         for name, x in inputs.items():
             given[stage.input_slots[name]] = x
         if stage.seed_slot is not None:
