@@ -198,18 +198,12 @@ def main(path: str) -> None:
     curves: dict[str, dict[str, CollectiveCurve]] = {}
     print("| curve | collective | rows | median error |\n|---|---|---|---|")
     for prefix, name, cluster, sizes in BOXES:
-        box = [
-            r
-            for r in rows
-            if r["link"].startswith(prefix) and r["nodes"] == 1 and (not sizes or r["n"] in sizes)
-        ]
+        box = [r for r in rows if r["link"].startswith(prefix) and r["nodes"] == 1 and (not sizes or r["n"] in sizes)]
         curves[name] = {}
         for kind in FITTED:
             own = [row for row in box if row["kind"] == kind]
             if own:
-                ramp = (
-                    len({r["n"] for r in own}) > 2 and name != "nvlink2"
-                )  # the cube's links are in its graph
+                ramp = len({r["n"] for r in own}) > 2 and name != "nvlink2"  # the cube's links are in its graph
                 curves[name][kind], error = fit(own, load_cluster(cluster), kind, with_ramp=ramp)
                 print(f"| {name} | {kind} | {len(own)} | {error:.1%} |")
             else:  # V100: all_reduce only
@@ -230,9 +224,7 @@ def main(path: str) -> None:
             print(f"| efa | {kind} | {len(own)} | {error:.1%} |")
     at_once = ESTIMATE + "every rank sends to all at once: no ring whose hops follow each other"
     curves["efa"]["all_to_all"] = CollectiveCurve(60e-6, 30e-6, 0.85, 0.0, 0.8, at_once)
-    curves["efa"]["send_recv"] = CollectiveCurve(
-        25e-6, 10e-6, 0.85, 0.0, 0.8, ESTIMATE + "typical EFA latency"
-    )
+    curves["efa"]["send_recv"] = CollectiveCurve(25e-6, 10e-6, 0.85, 0.0, 0.8, ESTIMATE + "typical EFA latency")
     curves |= GIVEN
 
     lines = ["# Collectives by kind of link; written by benchmarks/distill_collectives.py.", ""]
@@ -243,9 +235,7 @@ def main(path: str) -> None:
                 value = getattr(curve, field.name)
                 if field.name in BETWEEN and value == field.default:
                     continue
-                lines.append(
-                    f'{field.name} = "{value}"' if field.name == "source" else f"{field.name} = {value:.3g}"
-                )
+                lines.append(f'{field.name} = "{value}"' if field.name == "source" else f"{field.name} = {value:.3g}")
             lines.append("")
     OUT.write_text("\n".join(lines), encoding="utf-8")
 

@@ -43,20 +43,11 @@ def main(path: str) -> None:
             key = row["gpu"], row["dtype"]
             rows[key].append((int(row["m"]), int(row["n"]), int(row["k"]), float(row["time_us"]) * 1e-6))
     families = read()
-    print(
-        "| curve | rows | fraction | half m, n, k, mn | error fitted | held out |\n|---|---|---|---|---|---|"
-    )
+    print("| curve | rows | fraction | half m, n, k, mn | error fitted | held out |\n|---|---|---|---|---|---|")
     for family, gpus in FAMILIES.items():
-        for kind, name, dtype, width in (
-            ("matmul", "bfloat16", "bfloat16", 2),
-            ("matmul_float8", "fp8", "float8", 1),
-        ):
+        for kind, name, dtype, width in (("matmul", "bfloat16", "bfloat16", 2), ("matmul_float8", "fp8", "float8", 1)):
             blocks = [
-                (
-                    *row,
-                    load_device(gpu).peak_flops[dtype],
-                    load_device(gpu).memory_bytes_per_second * OF_BANDWIDTH,
-                )
+                (*row, load_device(gpu).peak_flops[dtype], load_device(gpu).memory_bytes_per_second * OF_BANDWIDTH)
                 for gpu in gpus
                 for row in rows[gpu, name]
             ]
@@ -79,9 +70,7 @@ def main(path: str) -> None:
                 curve = dataclasses.replace(curve, source=f"{source}, {without}")
             held_error = float(np.median(np.abs(np.log(model / rest[:, 3]))))
             halves = ", ".join(f"{h:.3g}" for h in (curve.half_m, curve.half_n, curve.half_k, curve.half_mn))
-            print(
-                f"| {family}.{kind} | {len(data)} | {curve.fraction:.3f} | {halves} | {error:.1%} |", end=""
-            )
+            print(f"| {family}.{kind} | {len(data)} | {curve.fraction:.3f} | {halves} | {error:.1%} |", end="")
             print(f" {held_error:.1%} |")
             families[family][kind] = curve
     write(families)

@@ -18,9 +18,7 @@ from cost_models.mesh_links import steps_of
 from hardware_profiles import CollectiveCurve, EfficiencyCurve
 
 MEASURED = Path(__file__).parent.parent / "hardware_profiles" / "measured"
-GLOO_BYTES_PER_SECOND = (
-    10e9  # a nominal rate for memory copies over the loopback; the fraction tells the rest
-)
+GLOO_BYTES_PER_SECOND = 10e9  # a nominal rate for memory copies over the loopback; the fraction tells the rest
 WIRE = {  # bytes on the wire per byte of the size, n ranks
     "all_reduce": lambda n: 2 * (n - 1) / n, "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n, "all_to_all": lambda n: (n - 1) / n,
@@ -66,19 +64,11 @@ def device_lines(numbers: dict, source: str) -> list[str]:
               f"{np.median(np.abs(np.log((work + half) / (peak * fraction) / took))):.1%}")  # fmt: skip
         return EfficiencyCurve(fraction, half_work=half, source=source)
 
-    lines = [
-        "# One thread of the machine that measured; written by benchmarks/distill_local.py.",
-        "",
-        "[cpu-core]",
-    ]
+    lines = ["# One thread of the machine that measured; written by benchmarks/distill_local.py.", "", "[cpu-core]"]
     lines += [f"memory_bytes = {numbers['memory_bytes'] / numbers['processors']:.4g}"]
     lines += [f"memory_bytes_per_second = {bandwidth:.3g}", f"launch_seconds = {eager:.3g}"]
     lines += ["peak_flops = { " + ", ".join(f"{dtype} = {rate:.3g}" for dtype, rate in best.items()) + " }"]
-    lines += [
-        "",
-        "[cpu-core.sources]",
-        f'memory_bytes = "{source}: the machine\'s memory shared by its processors"',
-    ]
+    lines += ["", "[cpu-core.sources]", f'memory_bytes = "{source}: the machine\'s memory shared by its processors"']
     lines += [f'memory_bytes_per_second = "{source}: torch.add of 3 to 200 MB, geometric mean"']
     lines += [f'launch_seconds = "{source}: eager forward and backward of small ops, per op"']
     lines += [f'peak_flops = "{source}: best torch linear on one thread"', ""]
@@ -93,15 +83,9 @@ def curve_lines(numbers: dict, source: str) -> list[str]:
     """`gloo` from 2 ranks on 2 processors, `gloo-crowded` from 4: every step then waits for the scheduler."""
     lines = ["# gloo between processes of one machine; written by benchmarks/distill_local.py.", ""]
     for name, n in (("gloo", 2), ("gloo-crowded", 4)):
-        part = min(
-            1.0, numbers["processors"] / n
-        )  # the cluster builder scales the links of crowded nodes by this
+        part = min(1.0, numbers["processors"] / n)  # the cluster builder scales the links of crowded nodes by this
         for kind in WIRE:
-            rows = [
-                r
-                for r in numbers["collectives"]
-                if r["collective"] == kind and r["n"] == n and "seconds" in r
-            ]
+            rows = [r for r in numbers["collectives"] if r["collective"] == kind and r["n"] == n and "seconds" in r]
             sizes, seconds = (np.array([r[key] for r in rows], dtype=float) for key in ("bytes", "seconds"))
             curve, error = fit_collective(
                 np.full(len(rows), n), np.full(len(rows), steps_of(kind, n, 1)[0]),

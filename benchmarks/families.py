@@ -244,11 +244,15 @@ def _rows(rows: list[Mapping[str, Any]]) -> list[str]:
         first, plan = steps.get("captured", {}), steps.get("planned", {})
 
         calls = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in plan.get("collectives", {}).items())
-        notes = [first["notes"]] if "notes" in first else [
-            ", ".join(_short(t) for t in first.get("discovered", ())),
-            ", ".join(f"{_short(t)} ({why})" if why else _short(t) for t, why in first.get("whole", {}).items()),
-            f"{len(first['guarded'])} branches" if first.get("guarded") else "",
-        ]
+        notes = (
+            [first["notes"]]
+            if "notes" in first
+            else [
+                ", ".join(_short(t) for t in first.get("discovered", ())),
+                ", ".join(f"{_short(t)} ({why})" if why else _short(t) for t, why in first.get("whole", {}).items()),
+                f"{len(first['guarded'])} branches" if first.get("guarded") else "",
+            ]
+        )
         seconds = sum(step.get("seconds", 0.0) for step in steps.values())
         cells = [
             row["family"], str(first.get("ops", "")), _said(row, "captured"), _said(row, "same"), _said(row, "equal"),

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from gpu_rows.dropout import with_dropout
+from gpu_rows.generating import generated
 from gpu_rows.kernels import kernels
 from gpu_rows.profiled import profiled
 from gpu_rows.programs import program
@@ -98,6 +99,9 @@ def rows(n: int, device: str, quick: bool, output: Path) -> Iterator[PlanRequest
     yield ranks("no waiting, best plan", "no_waiting", {})
     if not quick:
         yield ranks("a step as a CUDA graph", "cuda_graph")
+    yield PlanRequest("generate, GPT-2", generated, ("GPT-2", device, quick), 60.0)
+    if not quick:
+        yield PlanRequest("generate, Llama-1B", generated, ("Llama-1B", device, quick), 60.0)
     yield PlanRequest("kernels", kernels, (device, quick, 2.0 if quick else 60.0), 90.0)
     yield PlanRequest("rates under load", rates, (device, quick, 2.0 if quick else 80.0), 120.0)
     if not quick:

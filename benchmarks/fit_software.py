@@ -93,9 +93,7 @@ def fits(priced: Sequence[Priced]) -> list[Fit]:
         if len(first) < FEWEST:
             continue
         count = Counter(p.run.source for p in first)
-        ratios = [
-            (log((p.run.seconds or 1) / (p.seconds or 1) * p.factor), 1 / count[p.run.source]) for p in first
-        ]
+        ratios = [(log((p.run.seconds or 1) / (p.seconds or 1) * p.factor), 1 / count[p.run.source]) for p in first]
         factor = round(exp(_nearest(ratios)), 3)
         if (_error(first, factor) or 0.0) > WORST:
             continue

@@ -31,13 +31,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 SIZES = [2**p for p in (10, 12, 14, 16, 18, 20, 22, 24, 26)]  # bytes, 1 KB to 64 MB
 SIDES = (16, 64, 256, 1024)
 GEMMS = [(m, n, k) for m in SIDES for n in SIDES for k in SIDES]
-CONVS = [
-    (1, 16, 16, 32, 3),
-    (4, 32, 64, 32, 3),
-    (8, 64, 64, 28, 3),
-    (4, 64, 128, 28, 1),
-    (2, 128, 128, 28, 3),
-]
+CONVS = [(1, 16, 16, 32, 3), (4, 32, 64, 32, 3), (8, 64, 64, 28, 3), (4, 64, 128, 28, 1), (2, 128, 128, 28, 3)]
 ATTENTIONS = [(1, 4, 64, 32), (2, 4, 128, 32), (2, 8, 256, 64), (1, 8, 512, 64)]
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 
@@ -58,19 +52,10 @@ def measure_compute() -> list[dict]:
     torch.set_num_threads(1)
     rows = []
 
-    def add(
-        what: str, dtype: torch.dtype, shape: tuple[int, ...], flops: float, n_bytes: float, call
-    ) -> None:
+    def add(what: str, dtype: torch.dtype, shape: tuple[int, ...], flops: float, n_bytes: float, call) -> None:
         name = str(dtype).removeprefix("torch.")
         rows.append(
-            {
-                "what": what,
-                "dtype": name,
-                "shape": shape,
-                "seconds": quartile(call),
-                "flops": flops,
-                "bytes": n_bytes,
-            }
+            {"what": what, "dtype": name, "shape": shape, "seconds": quartile(call), "flops": flops, "bytes": n_bytes}
         )
 
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
@@ -78,26 +63,12 @@ def measure_compute() -> list[dict]:
         for m, n, k in shapes:
             x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
             moved = (m * k + n * k + m * n) * x.element_size()
-            add(
-                "matmul",
-                dtype,
-                (m, n, k),
-                2.0 * m * n * k,
-                moved,
-                lambda x=x, w=w: torch.nn.functional.linear(x, w),
-            )
+            add("matmul", dtype, (m, n, k), 2.0 * m * n * k, moved, lambda x=x, w=w: torch.nn.functional.linear(x, w))
     for batch, inputs, outputs, side, kernel in CONVS:
         x, w = torch.randn(batch, inputs, side, side), torch.randn(outputs, inputs, kernel, kernel)
         flops = 2.0 * batch * outputs * inputs * side * side * kernel * kernel
         call = lambda x=x, w=w, p=kernel // 2: torch.nn.functional.conv2d(x, w, padding=p)  # noqa: E731
-        add(
-            "conv",
-            torch.float32,
-            (batch, inputs, outputs, side, kernel),
-            flops,
-            4.0 * (x.numel() + w.numel()),
-            call,
-        )
+        add("conv", torch.float32, (batch, inputs, outputs, side, kernel), flops, 4.0 * (x.numel() + w.numel()), call)
     for batch, heads, length, width in ATTENTIONS:
         q, k, v = (torch.randn(batch, heads, length, width) for _ in range(3))
         flops = 4.0 * batch * heads * length * length * width
@@ -108,14 +79,7 @@ def measure_compute() -> list[dict]:
     add("eager_step_of_42_ops", torch.float32, (16,), 0.0, 0.0, chain)  # 21 ops forward, as many backward
     for elements in (1, 2**10, 2**14, 2**18, 2**22, 2**24):
         x, y = torch.randn(elements), torch.randn(elements)
-        add(
-            "pointwise",
-            torch.float32,
-            (elements,),
-            elements,
-            12.0 * elements,
-            lambda x=x, y=y: torch.add(x, y),
-        )
+        add("pointwise", torch.float32, (elements,), elements, 12.0 * elements, lambda x=x, y=y: torch.add(x, y))
     return rows
 
 
@@ -183,9 +147,7 @@ def measure_collectives(world: int) -> list[dict]:
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
-    processes = [
-        context.Process(target=_worker, args=(r, world, port, queue), daemon=True) for r in range(world)
-    ]
+    processes = [context.Process(target=_worker, args=(r, world, port, queue), daemon=True) for r in range(world)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + 240
@@ -193,9 +155,7 @@ def measure_collectives(world: int) -> list[dict]:
         if time.monotonic() > deadline or any(p.exitcode not in (None, 0) for p in processes):
             for process in processes:
                 process.terminate()
-            raise RuntimeError(
-                f"{world} gloo processes gave no result, exit codes {[p.exitcode for p in processes]}"
-            )
+            raise RuntimeError(f"{world} gloo processes gave no result, exit codes {[p.exitcode for p in processes]}")
         time.sleep(0.1)
     rows = queue.get()
     for process in processes:
@@ -210,11 +170,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     out = parser.parse_args().out
     model = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
     )
     document = {
@@ -231,9 +187,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     body = json.dumps(document).replace('{"what"', '\n{"what"').replace('{"collective"', '\n{"collective"')
     (out / "numbers_local.json").write_text(body + "\n", encoding="utf-8")
-    print(
-        f"{len(document['compute'])} compute and {len(document['collectives'])} collective rows -> {out.name}"
-    )
+    print(f"{len(document['compute'])} compute and {len(document['collectives'])} collective rows -> {out.name}")
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ def measured(tokens: int, causal: bool, runs: int) -> dict[str, list[float]]:
 
 def record_messages(sent: list[tuple[torch.Tensor, Any]], step: Callable[[], None]) -> None:
     """Run a step and note each of its messages, and who receives it."""
+
     def noted(x: torch.Tensor, axis: str, group: Any, to: Any, *more: Any, **named: Any) -> Callable[[], torch.Tensor]:
         sent.append((x.clone(), list(to)))
         return permuted(x, axis, group, to, *more, **named)

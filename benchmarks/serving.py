@@ -1,6 +1,6 @@
 """Check prices of serving on measured rows: errors by model, GPU, engine, precision and lengths.
 
-    python benchmarks/serving.py serving_silicon.csv
+python benchmarks/serving.py serving_silicon.csv
 """
 
 from __future__ import annotations

@@ -26,8 +26,15 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 def work_of(
-    config: dict[str, Any], *, weights: str, cache: str, tensor: int, attention_data: int = 1, expert: int = 1,
-    expert_weights: str | None = None, expert_activations: str | None = None,
+    config: dict[str, Any],
+    *,
+    weights: str,
+    cache: str,
+    tensor: int,
+    attention_data: int = 1,
+    expert: int = 1,
+    expert_weights: str | None = None,
+    expert_activations: str | None = None,
 ) -> StepWork:
     """Return the work of a step on one rank of a worker of ``tensor * attention_data`` devices.
 

@@ -112,9 +112,7 @@ def fsdp2(model: nn.Module, batch: tuple[torch.Tensor, ...], low: bool) -> tuple
     return model, half(batch)
 
 
-def by_hand(
-    model: nn.Module, batch: tuple[torch.Tensor, ...], low: bool
-) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def by_hand(model: nn.Module, batch: tuple[torch.Tensor, ...], low: bool) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """What an expert writes: Megatron's columns and rows, between them the sequence cut (norms, residuals, positions),
     and embedding, head and loss cut along the vocabulary. Between the layers values are DTensors; attention and the MLP
     run on local tensors, gathered once for q, k and v."""

@@ -183,13 +183,16 @@ def page(rows: list[dict[str, Any]]) -> str:
     """Return docs/targets.md."""
     own = {row["case"]: row for row in rows if row["target"] == "autopar"}
     lines = [
-        "# What other trainers can express", "",
+        "# What other trainers can express",
+        "",
         "The fastest layout that each trainer can say of 12 published clusters, priced with the trainer's software",
         f"(`autopar plan --for TRAINER`, in {POLICY}); *again* is what `autopar price` makes of the exported files;",
         "*restriction* is what the layout takes more than autopar's own plan (searched for its own runtime, priced",
         "with the trainer's software; negative where the trainer's layout is faster than that plan with it). Made by",
-        "`python benchmarks/targets.py`, nothing measured. The models are those of `benchmarks/layouts.py`.", "",
-        "| case | trainer | layout | s a step | GiB | again | restriction |", "|---|---|---|---|---|---|---|",
+        "`python benchmarks/targets.py`, nothing measured. The models are those of `benchmarks/layouts.py`.",
+        "",
+        "| case | trainer | layout | s a step | GiB | again | restriction |",
+        "|---|---|---|---|---|---|---|",
     ]
     order = {case: number for number, case in enumerate(CLUSTERS)}
     for row in sorted(rows, key=lambda row: (order[row["case"]], row["target"] != "autopar")):

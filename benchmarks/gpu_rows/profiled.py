@@ -25,8 +25,7 @@ def profiled(device: str, quick: bool, seconds: float, output: str) -> Result:
     document = documents.profile(captured.graph, get_cluster(name), name, "GPT-2", options)
     Path(output).write_text(documents.dumps(document), encoding="utf-8")
     before, after = (
-        autopar.plan(model, cluster, batch, captured=captured, mesh={"data": 1}).seconds
-        for cluster in (name, output)
+        autopar.plan(model, cluster, batch, captured=captured, mesh={"data": 1}).seconds for cluster in (name, output)
     )
     ops = len(document.get("ops", ())) or len(json.dumps(document)) // 100
     priced = f"{1e3 * before:.2f} ms by formulas, {1e3 * after:.2f} ms by the profile"

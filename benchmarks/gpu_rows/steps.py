@@ -62,9 +62,7 @@ def _peak(device: str) -> dict[str, int]:
     return {**peak, "device_used": total - free}
 
 
-def _measure(
-    name: str, way: str, precision: str, device: str, quick: bool, options: dict[str, Any]
-) -> dict[str, Any]:
+def _measure(name: str, way: str, precision: str, device: str, quick: bool, options: dict[str, Any]) -> dict[str, Any]:
     """One model in one way: seconds, memory, and for eager mode and autopar kinds of operators."""
     import autopar
 

@@ -181,9 +181,7 @@ def tables(priced: Sequence[Priced], refused: Mapping[tuple[str, str], int]) -> 
     found = [_whole(known, there)]
     for name, key in (("source", lambda p: f"{p.run.source} [{software_column(p)}]"), ("GPU", lambda p: p.run.gpu),
                       ("software", software_column), ("GPUs", size_of)):  # fmt: skip
-        found.append(
-            Table(f"by {name}", (name, *COLUMNS), tuple((k, *line(v)) for k, v in split(known, key).items()))
-        )
+        found.append(Table(f"by {name}", (name, *COLUMNS), tuple((k, *line(v)) for k, v in split(known, key).items())))
     others = [p for p in there if not is_known(p)]
     if others:
         found.append(Table(

@@ -18,7 +18,6 @@ class GptSizes:
         casts_logits: the loss is computed of logits in float32.
     """
 
-
     vocab: int
     seq: int
     hidden: int

@@ -164,9 +164,7 @@ class Graphs:
                 return pickle.load(file)
         model = model_of(run)
         try:
-            pair = tuple(
-                capture(model, (), batch_of(n, run.shape.seq), precision=policy).graph for n in ROWS
-            )
+            pair = tuple(capture(model, (), batch_of(n, run.shape.seq), precision=policy).graph for n in ROWS)
         except (AutoparError, NotImplementedError) as error:
             raise UnpricedError(f"cannot be captured: {str(error).splitlines()[0][:120]}") from None
         if path is not None:

@@ -298,8 +298,13 @@ def _shape(cells: Mapping[str, str], assumed: list[str], software: str) -> Shape
         family, layers, hidden, ffn, heads, kv_heads, _count(cells, "head_dim") or hidden // heads, vocab, seq, experts,
         _count(cells, "topk") or (2 if experts else 0), _count(cells, "moe_ffn_hidden") or 0, family == "gpt",
     )  # fmt: skip
-    if family == "deepseek" and "w/o mtp" not in name and "moonlight" not in name and "kimi" not in name and \
-            software in ("nemo", "mlperf"):
+    if (
+        family == "deepseek"
+        and "w/o mtp" not in name
+        and "moonlight" not in name
+        and "kimi" not in name
+        and software in ("nemo", "mlperf")
+    ):
         shape = replace(shape, layers=layers + 1)
         assumed.append("multi-token prediction as one more layer")
     params = _number(cells, "params_b")
