@@ -391,6 +391,12 @@ OPTIMIZERS_OF_MATRICES = (
 )  # fmt: skip
 """The functional forms of optimizers that look at more than an element of a parameter at once."""
 
+MUON = OPTIMIZERS_OF_MATRICES[0]
+ORTHOGONALIZE = Replaceable("torch.optim._muon", "_zeropower_via_newtonschulz")
+"""What Muon does to a whole matrix: ``(matrix, coefficients, steps, eps)``; it computes in bfloat16 from the first."""
+MUON_RATE = Replaceable("torch.optim._muon", "_adjust_lr")
+"""Muon's rate for a matrix: ``(lr, adjust_lr_fn, shape)``."""
+
 OPTIMIZER_STATES = tuple(
     Replaceable(f"torch.optim.{kind.lower()}", f"{kind}._init_group")
     for kind in ("Adadelta", "Adagrad", "AdamW", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -585,7 +591,8 @@ __all__ = [
     "AGENT_OF_TORCHRUN", "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS",
     "DTENSOR_RESULT", "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
     "FAKE_PARAMETERS", "FLEX_NAMES", "GRADIENT_NODE", "GROUP_NAME", "HAS_FUSED_RMS_NORM", "LINEAR_REDUCTION_OP_MAP",
-    "OPEN_STORE", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR",
+    "MUON", "MUON_RATE", "OPEN_STORE", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES",
+    "ORTHOGONALIZE", "PLAIN_BESIDE_DTENSOR",
     "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK", "TORCH", "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR",
     "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",

@@ -94,6 +94,8 @@ class StageWork(NamedTuple):
         optimizer: its name, such as ``adamw``.
         cast_bytes: bytes that are read and written in a step to cast parameters to narrow copies.
         forward_only: there is no backward, and no optimizer.
+        matrix_bytes: the part of the stored bytes that Muon steps on, where the optimizer is ``muon``.
+        matrix_seconds: seconds of what Muon does to whole matrices, and of their way to their owners and back.
     """
 
     summed: Sequence[tuple[int, float]]
@@ -103,6 +105,8 @@ class StageWork(NamedTuple):
     optimizer: str
     cast_bytes: float = 0.0
     forward_only: bool = False
+    matrix_bytes: float = 0.0
+    matrix_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

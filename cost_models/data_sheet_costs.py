@@ -20,6 +20,7 @@ from .collective_cost import AxisCost
 from .costs import OpSeconds, OpWork, StageSeconds, StageWork, cost_source
 from .mesh_links import mesh_axes
 from .operator_cost import COMPUTE_KINDS, op_seconds
+from .optimizer_bytes import BESIDE_MUON, MUON
 
 ATTENTION_BACKWARD = 2.5
 """Forwards of attention that its backward costs."""
@@ -28,9 +29,10 @@ SCORES_PASSES, SCORES_PASSES_BACK = 12, 12
 addition, softmax, and what keeps rows of nothing but -inf from being no numbers."""
 BUCKET_BYTES = 25 * 2**20
 """The bucket in which torch's DistributedDataParallel reduces gradients, its default."""
-STEP_PASSES = {"adamw": 7, "adam": 7, "sgd": 3, "sgd_momentum": 5}
+STEP_PASSES = {"adamw": 7, "adam": 7, "sgd": 3, "sgd_momentum": 5, "muon": 12}
 """How often a fused optimizer's step reads or writes as many bytes as the parameters have: parameter, gradient and each
-state are read, all but the gradient written."""
+state are read, all but the gradient written. Muon's elementwise part is none: two interpolations, a cast, the decay and
+the update follow each other (torch.optim._muon)."""
 ADD_PASSES = 3
 """Passes of an addition: two tensors read, one written."""
 
@@ -165,7 +167,10 @@ class Roofline:
         summed = sum(times * seconds("pointwise", ADD_PASSES * n_bytes) for times, n_bytes in stage_work.summed)
         used, stored = (sum(sizes[i] for sizes in stage_work.parameters) for i in (0, 1))
         later = (stage_work.microbatches - 1) / stage_work.microbatches * seconds("pointwise", ADD_PASSES * used)
-        step = seconds("optimizer", STEP_PASSES.get(stage_work.optimizer, STEP_PASSES["adamw"]) * stored)
+        matrices = stage_work.matrix_bytes
+        name = BESIDE_MUON if stage_work.optimizer == MUON else stage_work.optimizer
+        passes = STEP_PASSES.get(name, STEP_PASSES["adamw"]) * (stored - matrices)
+        step = seconds("optimizer", passes + STEP_PASSES[MUON] * matrices) + stage_work.matrix_seconds
         step += seconds("pointwise", stage_work.cast_bytes) if stage_work.cast_bytes else 0.0
         return StageSeconds(0.0, summed + later, 0.0, later, step, summed)
 

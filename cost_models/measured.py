@@ -13,6 +13,7 @@ from hardware_profiles.software import OWN
 from .collective_cost import AxisCost
 from .costs import OpSeconds, OpWork, StageSeconds, StageWork, cost_source
 from .data_sheet_costs import Roofline
+from .optimizer_bytes import BESIDE_MUON, MUON
 
 SINGULAR = 1e-9
 """Below this share of its largest value the determinant of a fit is rounding: all computed seconds are alike."""
@@ -103,7 +104,8 @@ class MeasuredCosts:
             summed += additions * between(measured.accumulate, n_bytes)
         often = (stage_work.microbatches - 1) / stage_work.microbatches
         step = overheads.step_seconds
-        optimizer = measured.optimizers.get(stage_work.optimizer)
+        step += stage_work.matrix_seconds
+        optimizer = measured.optimizers.get(BESIDE_MUON if stage_work.optimizer == MUON else stage_work.optimizer)
         for used, stored in stage_work.parameters:
             to_earlier += often * between(measured.accumulate, used)
             to_earlier_anew += often * between(measured.accumulate_new, used)  # halves of a backward sum up anew

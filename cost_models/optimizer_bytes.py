@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 # State tensors of the parameter's shape and dtype that torch.optim keeps per parameter, and whether it keeps
-# a scalar `step` (float32) for each parameter tensor. Source: torch/optim/adamw.py, adam.py and sgd.py
-# (2.13), `_init_group`.
-OPTIMIZERS = {"adamw": (2, True), "adam": (2, True), "sgd_momentum": (1, False), "sgd": (0, False)}
+# a scalar `step` (float32) for each parameter tensor. Source: torch/optim/adamw.py, adam.py, sgd.py and
+# _muon.py (2.13), `_init_group`.
+OPTIMIZERS = {"adamw": (2, True), "adam": (2, True), "sgd_momentum": (1, False), "sgd": (0, False), "muon": (1, False)}
+MUON, BESIDE_MUON = "muon", "adamw"
+"""The optimizer of whole matrices, and the one of all other parameters beside it."""
 STEP_BYTES = 4
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import spmd_types as spmd
 import torch
@@ -29,6 +30,7 @@ from autopar.lower.freed_tensors import EMPTIED
 from autopar.lower.program import Slot
 from autopar.planner.intra_op.pins.options import device_limit
 from autopar.plans.plan import ParamChoice, StagePlan
+from autopar.plans.stepped_by import matrices_of, stepped_by
 from autopar.rules.lowering_helpers.lowering_trial import as_last_rank
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.runtime.pipelines.received_tensors import Arrived, arriving
@@ -39,6 +41,7 @@ from autopar.words.shards import local_shape
 from autopar.words.texts import show_bytes
 from autopar.words.trees import PyTree
 from cost_models import optimizer_state_bytes
+from cost_models.matrix_steps import Matrix, loads
 from hardware_profiles import Cluster
 
 
@@ -80,10 +83,10 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             for slot in program.slots if slot.kind == "param"
         }  # fmt: skip
         outside = {slot.name: _outside(slot, given, plan) for slot in program.slots if slot.kind != "param"}
-        trained = [x for x in stored.values() if x.requires_grad]
+        by = {node.target: stepped_by(graph, node, plan.optimizer) for _, node in graph.of_kind("param")}
         moments = {node.target: graph.moments(node).item_bytes for _, node in graph.of_kind("param")}
         states = [
-            torch.empty(optimizer_state_bytes(plan.optimizer, x.numel(), moments[name]), dtype=torch.uint8)
+            torch.empty(optimizer_state_bytes(by[name], x.numel(), moments[name]), dtype=torch.uint8)
             for name, x in stored.items() if x.requires_grad
         ]  # fmt: skip
         count = Allocations(EMPTIED)
@@ -121,11 +124,31 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
             del roots
             wanted.clear()
             count.phase = "step"
-            for x in trained:
-                if plan.optimizer.startswith("adam") and x.grad is not None:
+            for name, x in stored.items():
+                if by[name].startswith("adam") and x.grad is not None:
                     (x.grad.sqrt() / 1.0).add_(1e-8)  # what Adam divides by
+            _step_on_matrices(graph, plan)
     largest = max((x.untyped_storage().nbytes() for x in per_use), default=0)
     return Peak(count.peak_bytes + 2 * largest, count.at)
+
+
+def _step_on_matrices(graph: Graph, plan: StagePlan) -> None:
+    """Make what the fullest rank has while whole matrices are gathered, stepped on and scattered."""
+    n, sent = prod(plan.mesh.sizes), []
+    for _, node in matrices_of(graph, plan.optimizer):
+        stored = plan.params[node.target].stored
+        cut = prod(size for p, size in zip(stored, plan.mesh.sizes, strict=True) if p.dim is not None)
+        sent.append(Matrix(node.out.shape, cut, 0.0))
+    earlier: list[torch.Tensor] = []
+    for load in loads(sent, n):
+        sizes = load.stored_bytes, load.gathered_bytes, load.gathered_bytes
+        pieces, came, whole = (torch.empty(round(size), dtype=torch.uint8) for size in sizes)
+        del came, pieces
+        beside = torch.empty(round(load.step_bytes), dtype=torch.uint8)
+        del beside
+        leaving = [torch.empty(round(size), dtype=torch.uint8) for size in (load.scattered_bytes, load.stored_bytes)]
+        earlier = [whole, *leaving]
+    del earlier
 
 
 def _backward(roots: list[torch.Tensor], count: Allocations) -> None:

@@ -26,6 +26,7 @@ from autopar.lower.program import Program
 from autopar.lower.typecheck import typecheck
 from autopar.plans.plan import StagePlan
 from autopar.plans.prices import Price
+from autopar.plans.stepped_by import matrices_of, stepped_by
 from autopar.rules.function import PREFIX
 from autopar.rules.kernels import as_on_gpu, kernels_of
 from autopar.rules.lowering_helpers.lowering_trial import Begun, ToOther, as_last_rank
@@ -38,6 +39,8 @@ from autopar.words.placements import State, Step, whole_state
 from autopar.words.shards import elements_moved, local_shape
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis, Costs, OpSeconds, StageWork, costs_of
+from cost_models.matrix_steps import Matrix, iteration_seconds, loads
+from cost_models.optimizer_bytes import MUON
 from cost_models.parameter_overlap import (
     HIDES_ALL,
     TENSOR,
@@ -108,7 +111,7 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     may_hide = _parameters(plan, graph, axes, costs.bucket_bytes, first, None, shares)
     seconds = collectives.of_step(plan.microbatches)
     waits = exposed(collectives, may_hide, computing, shares).of_step(plan.microbatches)
-    overhead, once = _beside_operators(plan, graph, costs)
+    overhead, once = _beside_operators(plan, graph, costs, device)
     report.price = replace(
         report.price, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes, optimizer_bytes=optimizer_bytes,
         buffer_bytes=buffer_bytes,
@@ -225,7 +228,8 @@ def _stored(plan: StagePlan, graph: Graph) -> tuple[int, int, int]:
         parameters += n * each
         if node.needs_grad:
             gradients += n * each
-            optimizer += optimizer_state_bytes(plan.optimizer, n, graph.moments(node).item_bytes, 1)
+            by = stepped_by(graph, node, plan.optimizer)
+            optimizer += optimizer_state_bytes(by, n, graph.moments(node).item_bytes, 1)
     return parameters, gradients, optimizer
 
 
@@ -250,7 +254,7 @@ def _first_parameters(graph: Graph, bucket_bytes: float) -> frozenset[str]:
     return frozenset(first)
 
 
-def _beside_operators(plan: StagePlan, graph: Graph, costs: Costs) -> tuple[float, float]:
+def _beside_operators(plan: StagePlan, graph: Graph, costs: Costs, device: Device) -> tuple[float, float]:
     """Return seconds beside operators: of all microbatches, and once a step."""
 
     def work() -> StageWork:
@@ -267,12 +271,33 @@ def _beside_operators(plan: StagePlan, graph: Graph, costs: Costs) -> tuple[floa
                 used, stored = (prod(local_shape(node.out.shape, s, plan.mesh)) for s in (choice.used, choice.stored))
                 parameters.append((used * node.out.item_bytes, stored * graph.stored(node).item_bytes))
         n_ops = sum(n.kind == "op" and n.needs_grad for n in graph.nodes)
+        of_matrices, seconds = 0, 0.0
+        if plan.optimizer == MUON:
+            of_matrices, seconds = _whole_matrices(plan, graph, costs, device)
         return StageWork(
-            summed, parameters, n_ops, plan.microbatches, plan.optimizer, forward_only=graph.forward_only
-        )
+            summed, parameters, n_ops, plan.microbatches, plan.optimizer, forward_only=graph.forward_only,
+            matrix_bytes=of_matrices, matrix_seconds=seconds,
+        )  # fmt: skip
 
     extra = costs.stage(work)
     return (plan.microbatches * (extra.forward + extra.backward), extra.step) if extra is not None else (0.0, 0.0)
+
+
+def _whole_matrices(plan: StagePlan, graph: Graph, costs: Costs, device: Device) -> tuple[int, float]:
+    """Return the stored bytes on one rank of what Muon steps on, and the seconds of these steps on owners."""
+    n_bytes, matrices, n = 0, [], len(plan.devices)
+    for _, node in matrices_of(graph, plan.optimizer):
+        shape, stored = node.out.shape, plan.params[node.target].stored
+        n_bytes += prod(local_shape(shape, stored, plan.mesh)) * graph.stored(node).item_bytes
+        cut = [size for p, size in zip(stored, plan.mesh.sizes, strict=True) if p.dim is not None]
+        matrices.append(Matrix(shape, prod(cut), iteration_seconds(costs, device, shape)))
+    together = costs.axes({"all": n}, plan.devices)["all"]
+    seconds = 0.0
+    for load in loads(matrices, n):
+        seconds += load.seconds
+        for sent in (load.gathered_bytes, load.scattered_bytes):
+            seconds += together.seconds("all_to_all", sent) if sent else 0.0
+    return n_bytes, seconds
 
 
 def _made_in(plan: StagePlan, graph: Graph, ref: Ref) -> State:

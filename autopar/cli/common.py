@@ -11,8 +11,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from autopar.planfile import Document
     from autopar.planner.inter_op.replan import Replanner
     from autopar.plans.plan import Pins, Plan, Solution
+    from autopar.words.graph import Graph
     from autopar.words.precision import Precision
     from hardware_profiles import Cluster
 
@@ -342,14 +344,28 @@ def opened(path: Path, model: str | None = None, *, trust: bool) -> tuple[Captur
     return captured, what_if(captured, *bound(document, captured))
 
 
-def optimizer_of(name: str, params: list[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """Return the torch optimizer that a plan names."""
+def optimizers_of(
+    name: str, graph: Graph, params: Mapping[str, torch.nn.Parameter], lr: float
+) -> list[torch.optim.Optimizer]:  # fmt: skip
+    """Return the torch optimizers of a plan that names one: of ``muon`` two, if this rank has parameters for both.
+
+    Args:
+        graph: the model's.
+        params: what this rank trains, by name.
+    """
     import torch
 
-    classes = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-    if name == "sgd_momentum":
-        return torch.optim.SGD(params, lr=lr, momentum=0.9)
-    return classes[name](params, lr=lr)
+    from autopar.plans.stepped_by import stepped_by
+
+    classes = {
+        "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "muon": torch.optim.Muon,
+        "sgd_momentum": partial(torch.optim.SGD, momentum=0.9),
+    }  # fmt: skip
+    of_name: dict[str, list[torch.nn.Parameter]] = {}
+    for _, node in graph.of_kind("param"):
+        if node.target in params:
+            of_name.setdefault(stepped_by(graph, node, name), []).append(params[node.target])
+    return [classes[each](mine, lr=lr) for each, mine in of_name.items()]
 
 
 # --- numbers for people ----------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def reshard(
     """
     from autopar.plans.moving import check_same_model, stored_parameters
     from autopar.plans.moving_cost import move
-    from cost_models.optimizer_bytes import OPTIMIZERS
+    from cost_models.optimizer_bytes import MUON, OPTIMIZERS
 
     if used and optimizer_state:
         raise UsageError("--used moves to copies that programs read, which have no optimizer state; leave out one of "
@@ -92,6 +92,11 @@ def reshard(
         raise PlanError(
             f"the first plan's optimizer is {old_plan.optimizer}, the second's {new_plan.optimizer}, whose states "
             "differ; leave out --optimizer-state"
+        )
+    if optimizer_state and old_plan.optimizer == MUON:
+        raise PlanError(
+            "the plans are for muon, which keeps one moment of matrices, and two of what AdamW steps on: how much of "
+            "that moves is not counted; leave out --optimizer-state"
         )
     moments = OPTIMIZERS[old_plan.optimizer][0] if optimizer_state else 0
     old = stored_parameters(old_plan, graphs[0], devices[0], n_moments=moments)

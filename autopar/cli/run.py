@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +19,7 @@ from autopar.cli.common import (
     model_of,
     moved,
     open_plan,
-    optimizer_of,
+    optimizers_of,
     out,
     print_json,
     progress,
@@ -207,8 +206,17 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
     check_size(plan, dist.get_world_size())
     loaded = moved(loaded, device)
     pm = parallel(spread(loaded.model, captured, plan, dist.group.WORLD))
-    optimizer = optimizer_of(plan.optimizer, [p for p in pm.parameters() if p.requires_grad], lr)
+    params = {name: param for name, param in pm.named_parameters() if param.requires_grad}
+    optimizers = optimizers_of(plan.optimizer, captured.graph, params, lr)
     options: Facts = {"microbatches": plan.microbatches} if len(plan.stages) == 1 else {}
+
+    def step_once() -> torch.Tensor:
+        loss: torch.Tensor = pm.train_step(*loaded.args, **options, **loaded.kwargs)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
     losses, seconds = [], []
     spans: list[Any] = []
     for step in range(steps):
@@ -216,14 +224,14 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
             spans = pm.record()
         dist.barrier()
         start = time.perf_counter()
-        losses.append(float(pm.train_step(*loaded.args, optimizer=optimizer, **options, **loaded.kwargs)))
+        losses.append(float(step_once()))
         if device != "cpu":
             torch.accelerator.synchronize()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    step_once = partial(pm.train_step, *loaded.args, optimizer=optimizer, **options, **loaded.kwargs)
     kinds, longest = by_kind.measured(step_once, device)
-    state = [x for of_one in optimizer.state.values() for x in of_one.values() if isinstance(x, torch.Tensor)]
+    of_each = [of_one for optimizer in optimizers for of_one in optimizer.state.values()]
+    state = [x for of_one in of_each for x in of_one.values() if isinstance(x, torch.Tensor)]
     held = [*pm.parameters(), *state]
     most = by_kind.peak_bytes(step_once, held, (loaded.args, loaded.kwargs), device)
     return {"losses": losses, "seconds": seconds, "predicted_seconds": plan.seconds, "spans": spans,

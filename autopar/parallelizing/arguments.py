@@ -198,7 +198,7 @@ def check_optimizer(optimizer: Any) -> str:
         )
     name = name_of(optimizer)
     if name not in OPTIMIZERS:
-        raise AutoparError(f"optimizer '{name}' is unknown; use adamw, adam, sgd or sgd_momentum")
+        raise AutoparError(f"optimizer '{name}' is unknown; use {', '.join(OPTIMIZERS)}")
     return name
 
 

@@ -28,6 +28,7 @@ from autopar.planner.plan_notes import notes_on
 from autopar.planner.planning import Outcome, options_of
 from autopar.plans.plan import Plan, StagePlan
 from autopar.plans.request import PlanRequest
+from autopar.plans.stepped_by import stepped_by
 from autopar.rules.experts.expert_load import with_load
 from autopar.runtime.variants.buckets import Size
 from autopar.words.graph import Graph
@@ -218,7 +219,8 @@ def relayout_seconds(graph: Graph, src: Layout, dst: Layout, prices: Pricer, opt
         if before is None or after is None or before == after:
             continue
         n_bytes = node.out.item_bytes
-        tensors = 1 + (optimizer_state_bytes(optimizer, 1, n_bytes, 0) // n_bytes if node.needs_grad else 0)
+        by = stepped_by(graph, node, optimizer)
+        tensors = 1 + (optimizer_state_bytes(by, 1, n_bytes, 0) // n_bytes if node.needs_grad else 0)
         seconds += tensors * sum(prices.step(node.out, False, a, b) for _, a, b in steps_between(before, after))
     return seconds
 

@@ -27,7 +27,7 @@ from hardware_profiles.strict import MOST_COUNTED, Unreadable, parse_count, shor
 TRAINING, INFERENCE = MODES = "training", "inference"
 """Uses of a plan."""
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum", "muon")
 MOST_AXES = 3
 """Axes of the mesh shapes that are tried, at most, by default."""
 
@@ -319,8 +319,9 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
     ),
     PlanOption(
         "optimizer", "adamw", lambda _: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",
-        "``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state; or an optimizer, whose class says which.",
-        (Flag(("--optimizer",), "adamw, sgd or sgd_momentum."),),
+        "``adamw``, ``sgd``, ``sgd_momentum`` or ``muon`` (of hidden matrices, AdamW of the rest), for bytes of "
+        "state and seconds of the step; or an optimizer, whose class says which.",
+        (Flag(("--optimizer",), "adamw, sgd, sgd_momentum or muon: of matrices, AdamW of the rest."),),
     ),
     PlanOption(
         "precision", None, optional(lambda v: isinstance(v, (str, Precision))),

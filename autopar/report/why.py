@@ -13,6 +13,7 @@ from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.plan_completion import needs
 from autopar.planner.intra_op.reshard import reshard_path
 from autopar.plans.plan import ParamChoice, StagePlan, reshard_key
+from autopar.plans.stepped_by import stepped_by
 from autopar.rules.option_names import as_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
@@ -111,7 +112,8 @@ def _params(
 
         def cost(choice: ParamChoice, node=node) -> P.ParamCost:  # type: ignore[no-untyped-def]
             policy = graph.policy_of(node)
-            return P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches, policy)
+            by = stepped_by(graph, node, plan.optimizer)
+            return P.cost(node.out, node.needs_grad, choice, priced, by, plan.microbatches, policy)
 
         others = [now] if use == now.used else P.choices(node.out, node.needs_grad, [use], plan.mesh)
         limit = cost(now).n_bytes

@@ -24,6 +24,7 @@ from autopar.targets.space import Words, per_node, refusal, storages, tried
 from autopar.targets.stages import blocks_in, counts
 from autopar.targets.target import Export, Target, WrittenFiles
 from autopar.words.texts import show_bytes, show_seconds
+from cost_models.optimizer_bytes import MUON
 from cost_models.schedules import label_of
 from hardware_profiles import split_software
 from hardware_profiles.software import AS
@@ -129,7 +130,16 @@ class Exporter:
         return ExportCost(found, plan.seconds, plan.memory_bytes, tuple(differences(plan, found)))
 
     def export(self, found: PricedLayout) -> tuple[Export, WrittenFiles]:
-        """Return what a layout is written from, and its files."""
+        """Return what a layout is written from, and its files.
+
+        Raises:
+            PlanError: the plan is for an optimizer that is written for no trainer.
+        """
+        if found.plan.optimizer == MUON:
+            raise PlanError(
+                "the plan is for muon, which steps on matrices beside AdamW, and no trainer's files are written with "
+                "two optimizers: plan with --optimizer adamw, and change the files"
+            )
         found = remembering(self.target.name, found)
         export = Export(
             found, self.loaded, self.captured, self.model, self.hardware, self.where, self.rows, self.sequence,

@@ -21,6 +21,7 @@ from autopar.planner.intra_op.plan_completion import complete
 from autopar.plans.clusters import check_mesh
 from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT
 from autopar.plans.plan import StagePlan
+from autopar.plans.stepped_by import stepped_by
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph
@@ -110,8 +111,8 @@ class MeshProblem:
                 follow += sum(self.priced.op(self.graph, node, rule, strategy))
         steps = sum(
             cost(
-                node.out, node.needs_grad, plan.params[node.target], self.priced, plan.optimizer, plan.microbatches,
-                self.graph.policy_of(node),
+                node.out, node.needs_grad, plan.params[node.target], self.priced,
+                stepped_by(self.graph, node, plan.optimizer), plan.microbatches, self.graph.policy_of(node),
             ).step_seconds
             for _, node in self.graph.of_kind("param")
         )  # fmt: skip

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.parameters.state import like
 from autopar.runtime.ranks.collectives import as_sent
 from autopar.words.trees import PyTree
+from cost_models.optimizer_bytes import MUON
 
 _STATES = {
     "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "ASGD": 1, "Rprop": 2,
@@ -29,6 +30,8 @@ def name_of(optimizer: torch.optim.Optimizer | str) -> str:
     """Return the name by which the planner knows the memory of an optimizer; of unknown classes AdamW's."""
     if isinstance(optimizer, str):
         return optimizer
+    if isinstance(optimizer, torch.optim.Muon):
+        return MUON
     count = _STATES.get(type(optimizer).__name__, 2)
     options = [group.get("momentum") or group.get("centered") for group in optimizer.param_groups]
     count += any(options) and type(optimizer).__name__ in ("SGD", "RMSprop")

@@ -72,6 +72,7 @@ class Groups:
         self.made: dict[Wanted, Any] = {}
         self.aborted = False
         self.generation = 0
+        self._of_members: dict[tuple[int, ...], Any] = {}
         self._meshes: dict[tuple[Mesh, tuple[int, ...]], DeviceMesh] = {}
         self._sockets: set[tuple[int, str]] = set()
 
@@ -150,7 +151,7 @@ class Groups:
         for fd, name in self._sockets:
             shut_down(fd, name)
         if not self._sockets:
-            for group in self.made.values():
+            for group in (*self.made.values(), *self._of_members.values()):
                 if group is not None:
                     with contextlib.suppress(RuntimeError):
                         group.abort()
@@ -219,13 +220,44 @@ class Groups:
             self.make(map(Wanted, sets))
         return self.made[wanted]
 
+    def of_mesh(self, device_mesh: DeviceMesh) -> Any:
+        """Return the group of all ranks of a mesh, which call it together.
+
+        Where no plan needed one, these ranks make it among themselves: ranks of other stages know nothing of it.
+
+        Raises:
+            MeshError: the world was made with ``device_id=``, so that only all ranks together could make one.
+        """
+        ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
+        wide = [axis for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
+        if len(wide) < 2:
+            return device_mesh.get_group(wide[0] if wide else 0)
+        if Wanted(ranks) in self.made:
+            return self.made[Wanted(ranks)]
+        if len(ranks) == dist.get_world_size():
+            return dist.group.WORLD
+        if ranks not in self._of_members:
+            if getattr(self.world, "bound_device_id", None) is not None:
+                raise MeshError(
+                    f"a step on whole matrices needs a group of the {len(ranks)} ranks of its mesh, of "
+                    f"{dist.get_world_size()}, and the process group was made with device_id=: NCCL makes groups of "
+                    "its ranks with all ranks of the world then. Leave device_id= out of init_process_group"
+                )
+            backend = backend_for(self.device.type)
+            before = open_sockets() if backend == "gloo" else set()
+            group = group_of_members(ranks, backend, timeout_of_world(), "autopar steps on matrices")
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            self._sockets |= open_sockets() - before if backend == "gloo" else set()
+            self._of_members[ranks] = group
+        return self._of_members[ranks]
+
     def destroy(self) -> None:
         """End all groups, the last one first."""
-        for group in reversed(self.made.values()):
+        for group in reversed([*self.made.values(), *self._of_members.values()]):
             if group is not None:
                 with contextlib.suppress(Exception):  # the world, or the peer, may be gone
                     dist.destroy_process_group(group)
-        self.made, self._sockets = {}, set()
+        self.made, self._of_members, self._sockets = {}, {}, set()
 
 
 def group_of_members(ranks: Sequence[int], backend: str, timeout: Any = None, what: str = "autopar") -> Any:

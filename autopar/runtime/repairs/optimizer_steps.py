@@ -8,8 +8,9 @@ at the speed of plain tensors. :func:`correct` puts a function in front of the f
 parameter are cut alike; else DTensor does it as before. State stays DTensors, so checkpoints are what they were.
 
 Muon and Adafactor look at rows, columns and whole matrices. What DTensor makes of that depends on the cut, down to
-sums in bfloat16 that are added up over ranks. They run on one whole parameter after the other, which is gathered for
-it, and every rank takes its piece.
+sums in bfloat16 that are added up over ranks. Muon's matrices are spread over the ranks (:mod:`.whole_matrices`). What
+that cannot do, and Adafactor, runs on one whole parameter after the other, which is gathered for it, and every rank
+takes its piece.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
+from autopar.runtime.optimizers import whole_matrices
 from autopar.runtime.parameters import rounded_steps
 from autopar.runtime.repairs.dtensor_writes import take
-from autopar.torch_private import OPTIMIZERS_OF_ELEMENTS, OPTIMIZERS_OF_MATRICES
+from autopar.torch_private import MUON, OPTIMIZERS_OF_ELEMENTS, OPTIMIZERS_OF_MATRICES
 
 _Step = Callable[..., None]
 _MARK = "_autopar_step_of"
@@ -70,12 +72,16 @@ def _on_pieces(step: _Step) -> _Step:
 
 
 def _on_whole(step: _Step) -> _Step:
-    """Run the functional form of an optimizer of whole matrices, on one whole parameter after the other."""
+    """Run the functional form of an optimizer of whole matrices on owners of them, or on one whole one at a time."""
+    is_muon = (step.__module__, step.__name__) == (MUON.module, MUON.path)
 
     @functools.wraps(step)
     def on_whole(params: list[torch.Tensor], *lists: Any, **options: Any) -> None:
         if torch.compiler.is_compiling() or not any(isinstance(param, DTensor) for param in params):
             step(params, *lists, **options)
+            return
+        if is_muon and whole_matrices.can_step(step, (params, *lists), options):
+            whole_matrices.step_on_owners(params, *lists, options)
             return
         for i in range(len(params)):
             given = [[values[i]] if isinstance(values, list) and values else values for values in (params, *lists)]

@@ -33,6 +33,7 @@ from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.planner.intra_op.memory.moment_rows import MomentRows
 from autopar.plans.memory_decisions import memory
 from autopar.plans.plan import ParamChoice, Recompute, segment_numbers
+from autopar.plans.stepped_by import stepped_by
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Node, Ref
@@ -314,7 +315,8 @@ class Builder:
                 continue
             policy = self.graph.policy_of(node)
             cost = P.cost(
-                spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches, policy
+                spec, node.needs_grad, choice, self.pricer, stepped_by(self.graph, node, self.optimizer),
+                self.microbatches, policy,
             )  # fmt: skip
             by_use.setdefault(choice.used, []).append((choice, cost))
         for of_use in by_use.values():

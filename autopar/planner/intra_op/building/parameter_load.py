@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.planner.intra_op.building import matrix_prices
 from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import ParamChoice
+from autopar.plans.stepped_by import matrices_of, stepped_by
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref, Spec
@@ -74,13 +76,14 @@ def parameter_load(
     nodes, alike = graph.nodes, graph.alike
     first_read = P.first_read(graph, pricer.costs.bucket_bytes)
     costs: list[P.ParamCost] = []
-    cost_of: dict[tuple[Spec, bool, ParamChoice, bool], P.ParamCost] = {}  # repeated blocks have the same parameters
+    cost_of: dict[tuple[Spec, bool, ParamChoice, bool, str], P.ParamCost] = {}  # repeated blocks have the same ones
     collectives = may_hide = first = NONE
     for i, choice in owned.items():
-        key = nodes[i].out, nodes[i].needs_grad, choice, nodes[i].narrow is not None
+        by = stepped_by(graph, nodes[i], optimizer)
+        key = nodes[i].out, nodes[i].needs_grad, choice, nodes[i].narrow is not None, by
         cost = cost_of.get(key)
         if cost is None:
-            cost = cost_of[key] = P.cost(*key[:3], pricer, optimizer, microbatches, graph.policy_of(nodes[i]))
+            cost = cost_of[key] = P.cost(*key[:3], pricer, by, microbatches, graph.policy_of(nodes[i]))
         costs.append(cost)
         if cost.seconds:
             collectives, may_hide = collectives.plus(cost.collectives), may_hide.plus(cost.may_hide)
@@ -123,4 +126,9 @@ def beside_ops(
                 (pricer.local_bytes(node.out, choice.used), pricer.local_bytes(graph.stored(node), choice.stored))
             )
     n_ops = sum(n.kind == "op" and n.needs_grad for n in nodes)
-    return StageWork(summed, parameters, n_ops, microbatches, optimizer, cast_bytes, graph.forward_only)
+    matrices = matrices_of(graph, optimizer)
+    matrix_bytes = sum(pricer.local_bytes(graph.stored(node), owned[i].stored) for i, node in matrices)
+    seconds = matrix_prices.matrix_seconds(pricer, matrix_prices.matrix_loads(graph, pricer, owned, optimizer))
+    return StageWork(
+        summed, parameters, n_ops, microbatches, optimizer, cast_bytes, graph.forward_only, matrix_bytes, seconds
+    )

@@ -13,8 +13,10 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from autopar.planner.intra_op.building import matrix_prices
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import ParamChoice, StagePlan
+from autopar.plans.stepped_by import stepped_by
 from autopar.words.graph import ITEM_BYTES, Graph, Spec
 from autopar.words.meshes import Mesh
 from autopar.words.placements import Placement, State, path, replicated_placement, shard, step_collectives
@@ -22,6 +24,7 @@ from autopar.words.precision import Precision
 from autopar.words.shards import divides, elements_moved, fits, local_shape
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis
+from cost_models.optimizer_bytes import MUON
 from cost_models.parameter_overlap import ParameterSeconds
 
 
@@ -208,7 +211,7 @@ def cost(
     """Price of one parameter.
 
     ``spec``: as the program reads it; ``precision``: a policy, under which it is stored, and its gradient added up,
-    in other formats.
+    in other formats; ``optimizer``: what steps on it (:func:`autopar.plans.stepped_by.stepped_by`).
     """
     mesh = pricer.mesh
     by_itself, may_hide = seconds_of(spec, grad, choice, pricer, precision)
@@ -223,6 +226,7 @@ def cost(
     if grad:
         cast = cast_bytes(spec, choice, used_elements, microbatches, precision)
         step_seconds = pricer.parameter_step(used, stored, microbatches, optimizer, cast)
+        step_seconds += matrix_prices.seconds_of(pricer, spec, choice.stored) if optimizer == MUON else 0.0
     if precision is not None and is_narrow:
         used = copy_bytes(precision, used_elements, spec.item_bytes)
     gathered = 0
@@ -289,7 +293,7 @@ def peak_bytes(graph: Graph, plan: StagePlan, pricer: Pricer) -> int:
                 nodes[name].needs_grad,
                 choice,
                 pricer,
-                plan.optimizer,
+                stepped_by(graph, nodes[name], plan.optimizer),
                 plan.microbatches,
                 graph.policy_of(nodes[name]),
             ).peak_bytes

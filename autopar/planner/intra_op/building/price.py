@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from math import prod
 
 from autopar.planner.intra_op.building.narrow_prices import LocalProduct, product_seconds
@@ -32,6 +32,8 @@ from autopar.words.meshes import Mesh
 from autopar.words.placements import State, changed_axis, step_collectives
 from autopar.words.shards import elements_moved, local_shape
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
+from cost_models.matrix_steps import iteration_seconds
+from cost_models.optimizer_bytes import MUON
 from cost_models.parameter_overlap import HIDES_NOTHING, TENSOR, Shares, shares_of, tensor_exposed
 from hardware_profiles import Cluster, Device
 from hardware_profiles.measurements import op_key, tensor_text
@@ -64,6 +66,7 @@ class Pricer:
     _elements: dict[tuple[tuple[int, ...], State], int] = field(default_factory=dict)
     _parameters: dict[object, float] = field(default_factory=dict)
     _edges: dict[tuple[Spec, bool, int], tuple[object, list[float]]] = field(default_factory=dict)
+    _iterations: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     # -- reshards
 
@@ -211,6 +214,18 @@ class Pricer:
                 seconds[comm.when] = (there, back + spent) if comm.backward else (there + spent, back)
         return seconds
 
+    @cached_property
+    def all_ranks(self) -> Axis:
+        """Costs of collectives of all ranks of the mesh together."""
+        return self.costs.axes({"all": len(self.devices)}, self.devices)["all"]
+
+    def iteration(self, shape: tuple[int, ...]) -> float:
+        """Return the seconds of Muon's iteration on a whole matrix; 0 if the cost source knows nothing of steps."""
+        if shape not in self._iterations:
+            knows = self.costs.stage(lambda: StageWork((), (), 0, 1, MUON)) is not None
+            self._iterations[shape] = iteration_seconds(self.costs, self.device, shape) if knows else 0.0
+        return self._iterations[shape]
+
     def parameter_step(
         self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str, cast_bytes: float = 0.0
     ) -> float:  # fmt: skip
@@ -221,7 +236,10 @@ class Pricer:
         key = used_bytes, stored_bytes, microbatches, optimizer, cast_bytes
         if key not in self._parameters:
             sizes = ((used_bytes, stored_bytes),)
-            one = self.costs.stage(lambda: StageWork((), sizes, 0, microbatches, optimizer, cast_bytes))
+            matrix = stored_bytes if optimizer == MUON else 0.0
+            one = self.costs.stage(
+                lambda: StageWork((), sizes, 0, microbatches, optimizer, cast_bytes, matrix_bytes=matrix)
+            )
             none = self.costs.stage(lambda: StageWork((), (), 0, microbatches, optimizer))
             seconds = 0.0
             if one is not None and none is not None:

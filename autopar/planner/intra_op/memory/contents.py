@@ -20,6 +20,7 @@ from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import StagePlan
 from autopar.plans.prices import Fullest, Moment, StagePeaks
+from autopar.plans.stepped_by import stepped_by
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph, Ref
@@ -135,8 +136,9 @@ class StageContents:
         for i, node in graph.of_kind("param"):
             choice = plan.params[node.target]
             cost = parameter_sharding.cost(
-                node.out, node.needs_grad, choice, self.pricer, plan.optimizer, plan.microbatches, graph.precision
-            )
+                node.out, node.needs_grad, choice, self.pricer, stepped_by(graph, node, plan.optimizer),
+                plan.microbatches, graph.precision,
+            )  # fmt: skip
             category = PARAMETERS if graph.stored(node).dtype == node.out.dtype else MASTERS
             held += [HeldMemory(category, i, cost.parameter_bytes), HeldMemory(OPTIMIZER, i, cost.optimizer_bytes)]
             held += [HeldMemory(GATHERED, i, cost.gathered_bytes)]

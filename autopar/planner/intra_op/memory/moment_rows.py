@@ -22,6 +22,7 @@ from functools import cached_property
 from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import MomentBytes, Problem
+from autopar.planner.intra_op.building.matrix_prices import bytes_of, share_at_once
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.kept import KeptBytes
 from autopar.planner.intra_op.memory.ledger import Entry
@@ -32,6 +33,7 @@ from autopar.planner.intra_op.memory.stage_peaks import OPTIMIZER_COPIES, sends_
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import ParamChoice
 from autopar.plans.prices import Moment, OnTheirWay, copies_ahead
+from autopar.plans.stepped_by import stepped_by
 from autopar.rules.operator_call import call_of
 from autopar.rules.saved_tensors import contiguous, saved_of
 from autopar.rules.strategy import Strategy
@@ -40,6 +42,7 @@ from autopar.words.graph import Graph, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State
 from autopar.words.shards import local_shape
+from cost_models.optimizer_bytes import MUON
 
 
 class MomentRows:
@@ -83,7 +86,15 @@ class MomentRows:
         copies = OPTIMIZER_COPIES.get(self.optimizer, 0)
         for _, item in sorted(trained)[-1:] if copies else ():
             items[item] = [n + copies * c.parameter_bytes for n, c in zip(items[item], self._costs[item], strict=True)]
+        for item, (i, choices) in self.parameters.items() if self.optimizer == MUON else ():
+            if nodes[i].needs_grad and stepped_by(self.graph, nodes[i], MUON) == MUON:
+                more = [bytes_of(self.pricer.mesh, nodes[i].out, c.stored, self._share_at_once) for c in choices]
+                items[item] = [n + len(self._nodes_of[i]) * m for n, m in zip(items[item], more, strict=True)]
         return self._of(items, None)
+
+    @cached_property
+    def _share_at_once(self) -> float:
+        return share_at_once(self.graph, self.pricer.mesh, self.optimizer)
 
     def at_the_end_of_the_forward(self) -> MomentBytes:
         """Return the row of the moment when the last operator has run: all that is kept."""
@@ -121,7 +132,15 @@ class MomentRows:
         nodes, optimizer, n, policy = self.graph.nodes, self.optimizer, self.microbatches, self.graph.policy_of
         return {
             item: [
-                P.cost(nodes[i].out, nodes[i].needs_grad, c, self.pricer, optimizer, n, policy(nodes[i]))
+                P.cost(
+                    nodes[i].out,
+                    nodes[i].needs_grad,
+                    c,
+                    self.pricer,
+                    stepped_by(self.graph, nodes[i], optimizer),
+                    n,
+                    policy(nodes[i]),
+                )
                 for c in choices
             ]
             for item, (i, choices) in self.parameters.items()

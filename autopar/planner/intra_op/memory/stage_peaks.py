@@ -7,15 +7,19 @@ It is that of its microbatches (:mod:`.moments`), with others in flight and what
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
+from autopar.planner.intra_op.building.matrix_prices import pieces_of
 from autopar.planner.intra_op.memory.ledger import Ledger
 from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.moments import StepMoments
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import ParamChoice
 from autopar.plans.prices import Crossed, Price, StagePeaks
+from autopar.plans.stepped_by import matrices_of, stepped_by
 from autopar.words.graph import Graph, Ref
 from autopar.words.placements import State
+from cost_models.matrix_steps import Matrix, loads, peak_bytes
 
 OPTIMIZER_COPIES = {"adamw": 2, "adam": 2}
 """Copies of the largest parameter's piece that an optimizer makes while it steps, one parameter after the other: Adam
@@ -38,13 +42,23 @@ def with_working_bytes(
         first = StepMoments(walk, holds, params, outputs, False).peaks()
     if microbatches > 1 or stay:
         later = StepMoments(walk, holds, params, outputs, True).peaks()
-    trained = (
-        walk.local_bytes(Ref(i), choice.stored) for i, choice in params.items() if walk.graph.nodes[i].needs_grad
-    )
-    in_step = OPTIMIZER_COPIES.get(optimizer, 0) * max(trained, default=0)
+    in_step = _stepping(walk, params, optimizer)
     arrived, sent = _arrived(walk), _sent(walk, outputs)
     peaks = StagePeaks(first, later, price.gradient_bytes, in_step, holds.kept_bytes, arrived, sent, microbatches)
     return peaks.added_to(price, in_flight), peaks
+
+
+def _stepping(walk: Walk, params: Mapping[int, ParamChoice], optimizer: str) -> int:
+    """Return the bytes that the optimizer needs beside its state while it steps, or the hungrier of two optimizers."""
+    graph, copies = walk.graph, 0
+    for i, choice in params.items():
+        if graph.nodes[i].needs_grad:
+            by = stepped_by(graph, graph.nodes[i], optimizer)
+            copies = max(copies, OPTIMIZER_COPIES.get(by, 0) * walk.local_bytes(Ref(i), choice.stored))
+    matrices = [
+        Matrix(node.out.shape, pieces_of(params[i].stored, walk.mesh), 0.0) for i, node in matrices_of(graph, optimizer)
+    ]
+    return max(copies, round(peak_bytes(loads(matrices, prod(walk.mesh.sizes)))))
 
 
 def _arrived(walk: Walk) -> tuple[Crossed, ...]:
