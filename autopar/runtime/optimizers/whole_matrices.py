@@ -57,7 +57,7 @@ def spread(device_mesh: DeviceMesh, matrices: tuple[Stored, ...], item_bytes: in
     Raises:
         RunError: a rank of the mesh steps on other matrices.
     """
-    _same_everywhere(device_mesh, matrices)
+    same_everywhere(device_mesh, matrices)
     cut = [any(p.dim is not None and n > 1 for p, n in zip(m.state, device_mesh.shape, strict=True)) for m in matrices]
     alone = [i for i, matrix in enumerate(matrices) if is_alone(matrix.shape, cut[i])]
     sent = sorted({*range(len(matrices))} - {*alone})
@@ -173,7 +173,7 @@ def _finish(muon: _Muon, numbers: Sequence[int], of_bucket: Sequence[int], scatt
         muon.finish(numbers[k], piece)
 
 
-def _same_everywhere(device_mesh: DeviceMesh, matrices: Sequence[Stored]) -> None:
+def same_everywhere(device_mesh: DeviceMesh, matrices: Sequence[tuple[Any, ...]]) -> None:
     """Check that all ranks of a mesh step on the same matrices, lest one waits for what nobody sends.
 
     Raises:

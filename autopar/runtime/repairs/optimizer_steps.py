@@ -23,9 +23,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
-from autopar.runtime.optimizers import whole_matrices
+from autopar.runtime.optimizers import step_trial, whole_matrices
 from autopar.runtime.parameters import rounded_steps
 from autopar.runtime.repairs.dtensor_writes import take
+from autopar.torch_private import MUON, OPTIMIZERS_OF_ELEMENTS, OPTIMIZERS_OF_MATRICES
 from autopar.torch_private import MUON, OPTIMIZERS_OF_ELEMENTS, OPTIMIZERS_OF_MATRICES
 
 _Step = Callable[..., None]
@@ -36,6 +37,7 @@ _GRADIENTS = 1
 
 def correct() -> None:
     """Repair the steps of torch's optimizers for DTensors from now on; a second call changes nothing."""
+    step_trial.watch()
     for functions, wrap in ((OPTIMIZERS_OF_ELEMENTS, _on_pieces), (OPTIMIZERS_OF_MATRICES, _on_whole)):
         for function in functions:
             step = function.get()
