@@ -353,19 +353,24 @@ def optimizers_of(
         graph: the model's.
         params: what this rank trains, by name.
     """
-    import torch
-
     from autopar.plans.stepped_by import stepped_by
+
+    of_name: dict[str, list[torch.nn.Parameter]] = {}
+    for _, node in graph.of_kind("param"):
+        if node.target in params:
+            of_name.setdefault(stepped_by(graph, node, name), []).append(params[node.target])
+    return [optimizer_of(each, mine, lr) for each, mine in of_name.items()]
+
+
+def optimizer_of(name: str, params: list[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Return the torch optimizer of a name; ``muon`` takes matrices alone."""
+    import torch
 
     classes = {
         "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "muon": torch.optim.Muon,
         "sgd_momentum": partial(torch.optim.SGD, momentum=0.9),
     }  # fmt: skip
-    of_name: dict[str, list[torch.nn.Parameter]] = {}
-    for _, node in graph.of_kind("param"):
-        if node.target in params:
-            of_name.setdefault(stepped_by(graph, node, name), []).append(params[node.target])
-    return [classes[each](mine, lr=lr) for each, mine in of_name.items()]
+    return classes[name](params, lr=lr)
 
 
 # --- numbers for people ----------------------------------------------------------------------------------------------
