@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from autopar.runtime.checkpoints.saving import save
     from autopar.runtime.checkpoints.sharded_checkpoint import Checkpoint
     from autopar.runtime.one_mesh.cuda_graphs import GraphedStep
+    from autopar.runtime.optimizers.step_trial import whole_matrix_step
     from autopar.runtime.ranks.launch import run_local
     from autopar.words.precision import Precision
 
@@ -98,6 +99,7 @@ _WHERE = {
     "load_full_optimizer_state_dict": "autopar.runtime.checkpoints.optimizer_state_dict",
     "load_safetensors": "autopar.runtime.checkpoints.safetensors_folder",
     "save_safetensors": "autopar.runtime.checkpoints.safetensors_folder",
+    "whole_matrix_step": "autopar.runtime.optimizers.step_trial",
 }  # fmt: skip
 
 _MODULES = ("elastic", "errors", "integrations", "planfile")
@@ -168,5 +170,5 @@ __all__ = [
     "ParallelModule", "Plan", "PlanError", "Precision", "RuleError", "RunError", "capture", "full_optimizer_state_dict",
     "full_state_dict", "function_rule", "layouts", "load_full_optimizer_state_dict", "load_full_state_dict",
     "load_safetensors",
-    "parallelize", "plan", "run_local", "save", "save_safetensors",
+    "parallelize", "plan", "run_local", "save", "save_safetensors", "whole_matrix_step",
 ]  # fmt: skip
