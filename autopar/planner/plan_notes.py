@@ -6,11 +6,15 @@ from dataclasses import replace
 
 from autopar.capture.microbatches import ATTENTION, taken_of_batch
 from autopar.planner.inter_op.stage_search import Planned
+from autopar.planner.intra_op.building.matrix_prices import pieces_of
 from autopar.plans.plan import Plan
+from autopar.plans.stepped_by import matrices_of
 from autopar.rules.discovery import why_not_found
 from autopar.rules.registry import rules_of, source_of_rule
 from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes, show_seconds
+from cost_models.matrix_steps import Matrix, loads, newton_schulz_flops
+from cost_models.optimizer_bytes import MUON
 
 ROUNDING = 1e-9
 """Two sums of the same prices differ by less than this part."""
@@ -50,6 +54,30 @@ def _note_on_masks(graph: Graph) -> tuple[str, ...]:
         f"{show_bytes(n_bytes)} in all, included in the memory; ranks that shard the sequence make only their rows, "
         "and the work that a mask hides is not skipped",
     )
+
+
+def notes_on_matrices(graph: Graph, plan: Plan) -> tuple[str, ...]:
+    """Return a note on how steps on whole matrices are spread over ranks, of the stage where that is most uneven."""
+    found = [node for _, node in matrices_of(graph, plan.optimizer)]
+    if plan.optimizer != MUON:
+        return ()
+    uneven, text = 0.0, ""
+    for stage in plan.stages:
+        matrices = [
+            Matrix(n.out.shape, pieces_of(stage.params[n.target].stored, stage.mesh), newton_schulz_flops(n.out.shape))
+            for n in found if n.target in stage.params
+        ]  # fmt: skip
+        of_buckets = loads(matrices, len(stage.devices))
+        most, mean = (sum(load[k] for load in of_buckets) for k in (0, 1))
+        if mean and most / mean > uneven:
+            uneven = most / mean
+            there, back = (sum(load[k] for load in of_buckets) for k in (2, 3))
+            text = (
+                f"over {len(stage.devices)} ranks, of which the busiest computes {uneven:.2f} times the average, gets "
+                f"{show_bytes(there)} for it and sends {show_bytes(back)}"
+            )
+    others = "embeddings, the last layer and other parameters are counted as AdamW's"
+    return (f"muon: {len(found)} matrices are spread {text}; {others}" if text else f"muon: no matrices; {others}",)
 
 
 def with_note_on_statistics(plan: Plan, graph: Graph) -> Plan:

@@ -26,7 +26,7 @@ from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.pins.clashing_pins import explained
 from autopar.planner.intra_op.pins.small_parameters import TooSmallError, note_on_small
 from autopar.planner.microbatch_graphs import MicrobatchGraphs, part_of
-from autopar.planner.plan_notes import next_best, notes_on, with_note_on_statistics
+from autopar.planner.plan_notes import next_best, notes_on, notes_on_matrices, with_note_on_statistics
 from autopar.plans.plan import Pins, Plan
 from autopar.plans.request import PlanRequest
 from autopar.rules.experts.expert_load import notes_on_load, with_load
@@ -95,7 +95,8 @@ def find(
     graph = with_load(captured.graph, request.pins.expert_load)
     loaded = captured if graph is captured.graph else replace(captured, graph=graph)
     outcome = _on_some_devices(model, loaded, example, cluster, n, request, name or cluster.name, runs, say)
-    notes = notes_on_load(outcome.captured.graph, outcome.plan)
+    graph = outcome.captured.graph
+    notes = *notes_on_load(graph, outcome.plan), *notes_on_matrices(graph, outcome.plan)
     return replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, *notes))) if notes else outcome
 
 
