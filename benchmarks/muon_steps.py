@@ -110,7 +110,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--state", default="S0 use", help="how matrices are stored")
     given = parser.parse_args()
-    on_ranks = autopar.run_local(measured, given.ranks, given.width, given.layers, given.runs, given.state)
+    how = given.width, given.layers, given.runs, given.state
+    on_ranks = autopar.run_local(measured, given.ranks, *how, timeout=1500)
     first = on_ranks[0]
     for name in ("owners", "one after the other"):
         every = [on_rank[name] for on_rank in on_ranks]

@@ -92,7 +92,7 @@ def buckets_of(work: Sequence[float], n_bytes: Sequence[float], n: int, at_once:
     return [Bucket(tuple(part), tuple(owners_of([work[i] for i in part], n))) for part in parts if part]
 
 
-class Matrix(NamedTuple):
+class WholeMatrix(NamedTuple):
     """A matrix that is stepped on whole.
 
     Attributes:
@@ -135,7 +135,7 @@ class MatrixLoad(NamedTuple):
         return max(self.stored_bytes + whole + max(whole, self.scattered_bytes), whole + self.step_bytes)
 
 
-def loads(matrices: Sequence[Matrix], n: int, item_bytes: float = SENT_ITEM_BYTES) -> list[MatrixLoad]:
+def loads(matrices: Sequence[WholeMatrix], n: int, item_bytes: float = SENT_ITEM_BYTES) -> list[MatrixLoad]:
     """Return the load of each bucket of matrices on ``n`` ranks; those that ranks step on themselves are a load alone.
 
     Args:
@@ -166,7 +166,7 @@ def peak_bytes(of_buckets: Sequence[MatrixLoad]) -> float:
     return sum(peaks[-2:])
 
 
-def _step_bytes(matrix: Matrix, item_bytes: float) -> float:
+def _step_bytes(matrix: WholeMatrix, item_bytes: float) -> float:
     """Return the bytes of the next iterate of an m x n matrix, m <= n, of X X^T and of the polynomial of that."""
     if len(matrix.shape) < 2:
         return 0.0

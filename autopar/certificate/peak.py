@@ -41,7 +41,7 @@ from autopar.words.shards import local_shape
 from autopar.words.texts import show_bytes
 from autopar.words.trees import PyTree
 from cost_models import optimizer_state_bytes
-from cost_models.matrix_steps import Matrix, loads
+from cost_models.matrix_steps import WholeMatrix, loads
 from hardware_profiles import Cluster
 
 
@@ -138,7 +138,7 @@ def _step_on_matrices(graph: Graph, plan: StagePlan) -> None:
     for _, node in matrices_of(graph, plan.optimizer):
         stored = plan.params[node.target].stored
         cut = prod(size for p, size in zip(stored, plan.mesh.sizes, strict=True) if p.dim is not None)
-        sent.append(Matrix(node.out.shape, cut, 0.0))
+        sent.append(WholeMatrix(node.out.shape, cut, 0.0))
     earlier: list[torch.Tensor] = []
     for load in loads(sent, n):
         sizes = load.stored_bytes, load.gathered_bytes, load.gathered_bytes

@@ -39,7 +39,7 @@ from autopar.words.placements import State, Step, whole_state
 from autopar.words.shards import elements_moved, local_shape
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis, Costs, OpSeconds, StageWork, costs_of
-from cost_models.matrix_steps import Matrix, iteration_seconds, loads
+from cost_models.matrix_steps import WholeMatrix, iteration_seconds, loads
 from cost_models.optimizer_bytes import MUON
 from cost_models.parameter_overlap import (
     HIDES_ALL,
@@ -290,7 +290,7 @@ def _whole_matrices(plan: StagePlan, graph: Graph, costs: Costs, device: Device)
         shape, stored = node.out.shape, plan.params[node.target].stored
         n_bytes += prod(local_shape(shape, stored, plan.mesh)) * graph.stored(node).item_bytes
         cut = [size for p, size in zip(stored, plan.mesh.sizes, strict=True) if p.dim is not None]
-        matrices.append(Matrix(shape, prod(cut), iteration_seconds(costs, device, shape)))
+        matrices.append(WholeMatrix(shape, prod(cut), iteration_seconds(costs, device, shape)))
     together = costs.axes({"all": n}, plan.devices)["all"]
     seconds = 0.0
     for load in loads(matrices, n):

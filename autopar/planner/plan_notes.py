@@ -13,7 +13,7 @@ from autopar.rules.discovery import why_not_found
 from autopar.rules.registry import rules_of, source_of_rule
 from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes, show_seconds
-from cost_models.matrix_steps import Matrix, loads, newton_schulz_flops
+from cost_models.matrix_steps import WholeMatrix, loads, newton_schulz_flops
 from cost_models.optimizer_bytes import MUON
 
 ROUNDING = 1e-9
@@ -58,14 +58,14 @@ def _note_on_masks(graph: Graph) -> tuple[str, ...]:
 
 def notes_on_matrices(graph: Graph, plan: Plan) -> tuple[str, ...]:
     """Return a note on how steps on whole matrices are spread over ranks, of the stage where that is most uneven."""
-    found = [node for _, node in matrices_of(graph, plan.optimizer)]
+    found = [(node.target, node.out.shape) for _, node in matrices_of(graph, plan.optimizer)]
     if plan.optimizer != MUON:
         return ()
     uneven, text = 0.0, ""
     for stage in plan.stages:
         matrices = [
-            Matrix(n.out.shape, pieces_of(stage.params[n.target].stored, stage.mesh), newton_schulz_flops(n.out.shape))
-            for n in found if n.target in stage.params
+            WholeMatrix(shape, pieces_of(stage.params[name].stored, stage.mesh), newton_schulz_flops(shape))
+            for name, shape in found if name in stage.params
         ]  # fmt: skip
         of_buckets = loads(matrices, len(stage.devices))
         most, mean = (sum(load[k] for load in of_buckets) for k in (0, 1))

@@ -12,6 +12,7 @@ The plan
                          regathered, recomputed or given up
 :mod:`.prices`           predicted cost of a stage: seconds and bytes; :mod:`.lacking_memory`: bytes that a device
                          has not
+:mod:`.stepped_by`       which of two optimizers steps on a parameter, where a plan is for Muon
 ======================== ==============================================================================================
 
 The request

@@ -137,8 +137,8 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-def words(layout: str, tied: bool = True, **how: Any) -> float:
-    sizes, options = LAYOUTS[layout]
+def words(layout: str, tied: bool = True, clip: bool = False, scaled: bool = False) -> float:
+    (sizes, options), how = LAYOUTS[layout], {"clip": clip, "scaled": scaled}
     eager, given = Words(tied), batches(4)
     pm = autopar.parallelize(copy.deepcopy(eager), mesh_of(*sizes), given[0], verify_capture=False, **options)
     return far(pm, eager, train(pm, usual(pm), given, **how), train(eager, usual(eager), given, **how))

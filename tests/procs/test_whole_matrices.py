@@ -14,6 +14,7 @@ from autopar.runtime.ranks.launch import run_local
 LIMIT = 1e-9
 NUMBERS: dict[str, tuple[Any, ...]] = {
     **{f"Muon and AdamW, {layout}": ("words", layout) for layout in cases.LAYOUTS},
+    "Muon and AdamW, clipped and scaled": ("words", "ZeRO-3", False, True, True),
     "Muon and AdamW in stages": ("pipeline", False, 1),
     "Muon and AdamW in stages that share a table": ("pipeline", True, 1),
     **{f"by hand, {layout}": ("by_hand", layout) for layout in ("ZeRO-3", "tensor and ZeRO")},

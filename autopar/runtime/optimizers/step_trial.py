@@ -2,7 +2,7 @@
 
 A step that computes each element by itself, or norms, is right on DTensors, and runs as it is. One that multiplies or
 decomposes matrices runs on whole parameters, each on its owner (:mod:`.whole_steps`), if a trial shows that it steps on
-each parameter by itself: the numbers of each one alone must be those of all together. One that talks to other ranks by
+each parameter by itself: the numbers of each one alone, with other groups empty, must be those of all together. One that talks to other ranks by
 itself shares work out among parameters that it takes for whole, and is refused.
 
 The trial is made once for an optimizer, before its first step on parameters that several ranks store: the class's own
@@ -19,7 +19,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -40,6 +40,7 @@ _OF_DTENSORS = frozenset(("DTensor", "to_local", "full_tensor", "redistribute", 
 _MOST_FUNCTIONS = 500
 _OF_TORCH = ("defaults", "state", "param_groups")
 _SIZES = (6, 4, 3, 2)
+_Class = TypeVar("_Class", bound=type[torch.optim.Optimizer])
 ELEMENTS, WHOLE, TALKS = "elements", "whole", "talks"
 """What a step looks at: elements and sums of them; whole parameters; what other ranks send."""
 _kinds: dict[type[torch.optim.Optimizer], str] = {torch.optim.Adafactor: WHOLE}
@@ -48,11 +49,12 @@ _tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], str]] 
 """Of optimizers that were tried, with as many parameters in each group."""
 
 
-def whole_matrix_step(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Have an optimizer's class step on whole parameters, each on one rank; may stand above a class as a decorator.
+def whole_matrix_step(kind: _Class) -> _Class:
+    """Say that a class of optimizers steps on whole parameters, each on one rank; may stand above it as a decorator.
 
-    Its ``step`` must step on each parameter by itself, and must not need one in every group. Without this a trial on
-    small tensors finds it out, where it can run on processors.
+    Its ``step`` is given plain tensors, of the parameters that the rank owns. It must step on each parameter by itself,
+    and must not need one in every group. Without this a trial on small tensors finds it out, where that can run on
+    processors.
 
     Raises:
         RunError: it is no class of optimizers.
@@ -164,6 +166,7 @@ def _found(optimizer: torch.optim.Optimizer) -> str:
             together = _stepped(step, optimizer, examples, range(len(examples)))
         if not watch.products:
             return ELEMENTS
+        _stepped(step, optimizer, examples, ())  # as on a rank that owns nothing
         for i, expected in enumerate(together):
             with torch.random.fork_rng(devices=()), torch.compiler.set_stance("force_eager"):
                 alone = _stepped(step, optimizer, examples, (i,))

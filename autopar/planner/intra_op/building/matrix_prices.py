@@ -15,7 +15,7 @@ from autopar.plans.stepped_by import matrices_of
 from autopar.words.graph import Graph, Spec
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State
-from cost_models.matrix_steps import AT_ONCE_BYTES, SENT_ITEM_BYTES, Matrix, MatrixLoad, is_alone, loads
+from cost_models.matrix_steps import AT_ONCE_BYTES, SENT_ITEM_BYTES, MatrixLoad, WholeMatrix, is_alone, loads
 
 
 def pieces_of(state: State, mesh: Mesh) -> int:
@@ -58,7 +58,7 @@ def matrix_loads(
     """Return the load of each bucket of a plan's matrices; ``owned`` are its choices by node."""
     found = matrices_of(graph, optimizer)
     matrices = [
-        Matrix(node.out.shape, pieces_of(owned[i].stored, pricer.mesh), pricer.iteration(node.out.shape))
+        WholeMatrix(node.out.shape, pieces_of(owned[i].stored, pricer.mesh), pricer.iteration(node.out.shape))
         for i, node in found
     ]
     return loads(matrices, prod(pricer.mesh.sizes))

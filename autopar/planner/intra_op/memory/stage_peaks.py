@@ -19,7 +19,7 @@ from autopar.plans.prices import Crossed, Price, StagePeaks
 from autopar.plans.stepped_by import matrices_of, stepped_by
 from autopar.words.graph import Graph, Ref
 from autopar.words.placements import State
-from cost_models.matrix_steps import Matrix, loads, peak_bytes
+from cost_models.matrix_steps import WholeMatrix, loads, peak_bytes
 
 OPTIMIZER_COPIES = {"adamw": 2, "adam": 2}
 """Copies of the largest parameter's piece that an optimizer makes while it steps, one parameter after the other: Adam
@@ -56,7 +56,8 @@ def _stepping(walk: Walk, params: Mapping[int, ParamChoice], optimizer: str) -> 
             by = stepped_by(graph, graph.nodes[i], optimizer)
             copies = max(copies, OPTIMIZER_COPIES.get(by, 0) * walk.local_bytes(Ref(i), choice.stored))
     matrices = [
-        Matrix(node.out.shape, pieces_of(params[i].stored, walk.mesh), 0.0) for i, node in matrices_of(graph, optimizer)
+        WholeMatrix(node.out.shape, pieces_of(params[i].stored, walk.mesh), 0.0)
+        for i, node in matrices_of(graph, optimizer)
     ]
     return max(copies, round(peak_bytes(loads(matrices, prod(walk.mesh.sizes)))))
 
