@@ -2,8 +2,8 @@
 
 A step that computes each element by itself, or norms, is right on DTensors, and runs as it is. One that multiplies or
 decomposes matrices runs on whole parameters, each on its owner (:mod:`.whole_steps`), if a trial shows that it steps on
-each parameter by itself: the numbers of each one alone, with other groups empty, must be those of all together. One that talks to other ranks by
-itself shares work out among parameters that it takes for whole, and is refused.
+each parameter by itself: the numbers of each one alone, with other groups empty, must be those of all together. One
+that talks to other ranks by itself shares work out among parameters that it takes for whole, and is refused.
 
 The trial is made once for an optimizer, before its first step on parameters that several ranks store: the class's own
 ``step``, without hooks, on a few plain tensors of a few elements beside the optimizer's options. The optimizer, its
