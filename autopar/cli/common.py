@@ -366,7 +366,7 @@ def optimizer_of(name: str, params: list[torch.nn.Parameter], lr: float) -> torc
     """Return the torch optimizer of a name; ``muon`` takes matrices alone."""
     import torch
 
-    classes = {
+    classes: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "muon": torch.optim.Muon,
         "sgd_momentum": partial(torch.optim.SGD, momentum=0.9),
     }  # fmt: skip

@@ -1,9 +1,10 @@
 """What the step of an optimizer that somebody wrote looks at: found by a trial on small tensors.
 
 A step that computes each element by itself, or norms, is right on DTensors, and runs as it is. One that multiplies or
-decomposes matrices runs on whole parameters, each on its owner (:mod:`.whole_steps`), if a trial shows that it steps on
-each parameter by itself: the numbers of each one alone, with other groups empty, must be those of all together. One
-that talks to other ranks by itself shares work out among parameters that it takes for whole, and is refused.
+decomposes matrices, or looks at their rows, runs on whole parameters, each on its owner (:mod:`.whole_steps`), if a
+trial shows that it steps on each parameter by itself: the numbers of each one alone, with other groups empty, must be
+those of all together. One that talks to other ranks by itself shares work out among parameters that it takes for whole,
+and is refused.
 
 The trial is made once for an optimizer, before its first step on parameters that several ranks store: the class's own
 ``step``, without hooks, on a few plain tensors of a few elements beside the optimizer's options. The optimizer, its
@@ -35,6 +36,11 @@ _PRODUCTS = frozenset((
     "linalg_ldl_factor_ex", "linalg_householder_product", "ormqr", "symeig", "lobpcg",
 ))  # fmt: skip
 """Operators of aten that look at rows and columns of matrices together."""
+_REDUCTIONS = frozenset((
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "norm", "linalg_vector_norm", "logsumexp",
+    "median", "nanmean", "nansum", "cumsum", "sort", "topk",
+))  # fmt: skip
+"""Operators that look at rows, if more than one number is left of a matrix."""
 _OF_DTENSORS = frozenset(("DTensor", "to_local", "full_tensor", "redistribute", "placements", "_local_tensor"))
 """Names by which code that handles DTensors is known."""
 _MOST_FUNCTIONS = 500
@@ -128,17 +134,21 @@ class _Talks(Exception):
 
 
 class _Watch(TorchDispatchMode):
-    """Notes products and decompositions of matrices; stops at a collective."""
+    """Notes whether rows or columns are looked at, or products made of them; stops at a collective."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.products = False
+        self.rows = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise _Talks
-        self.products |= func.namespace == "aten" and func._schema.name.removeprefix("aten::") in _PRODUCTS
-        return func(*args, **(kwargs or {}))
+        result, name = func(*args, **(kwargs or {})), func._schema.name
+        self.rows |= name.removeprefix("aten::") in _PRODUCTS
+        if name.removeprefix("aten::") in _REDUCTIONS and isinstance(args[0], torch.Tensor) and args[0].ndim > 1:
+            first = result if isinstance(result, torch.Tensor) else result[0]
+            self.rows |= first.numel() > 1
+        return result
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -164,7 +174,7 @@ def _found(optimizer: torch.optim.Optimizer) -> str:
     try:
         with torch.random.fork_rng(devices=()), torch.compiler.set_stance("force_eager"), _Watch() as watch:
             together = _stepped(step, optimizer, examples, range(len(examples)))
-        if not watch.products:
+        if not watch.rows:
             return ELEMENTS
         _stepped(step, optimizer, examples, ())  # as on a rank that owns nothing
         for i, expected in enumerate(together):
@@ -191,7 +201,7 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
 def _knows_dtensors(kind: type[torch.optim.Optimizer]) -> bool:
     """Check whether the code of a class, or of a function that it calls, handles DTensors, and so pieces, itself."""
     methods = [value for each in kind.__mro__ for value in vars(each).values() if each is not torch.optim.Optimizer]
-    todo, seen = [inspect.unwrap(value) for value in methods if callable(value)], set()
+    todo, seen = [inspect.unwrap(value) for value in methods if callable(value)], set[object]()
     while todo:
         function: Any = todo.pop()
         code = getattr(function, "__code__", None)

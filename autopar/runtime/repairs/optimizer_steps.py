@@ -83,7 +83,8 @@ def _on_whole(step: _Step) -> _Step:
             step(params, *lists, **options)
             return
         if is_muon and whole_matrices.can_step(step, (params, *lists), options):
-            whole_matrices.step_on_owners(params, *lists, options)
+            grads, buffers = lists
+            whole_matrices.step_on_owners(params, grads, buffers, options)
             return
         for i in range(len(params)):
             given = [[values[i]] if isinstance(values, list) and values else values for values in (params, *lists)]
