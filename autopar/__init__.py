@@ -80,8 +80,8 @@ if TYPE_CHECKING:
     from autopar.runtime.checkpoints.saving import save
     from autopar.runtime.checkpoints.sharded_checkpoint import Checkpoint
     from autopar.runtime.one_mesh.cuda_graphs import GraphedStep
-    from autopar.runtime.optimizers.step_trial import whole_matrix_step
     from autopar.runtime.ranks.launch import run_local
+    from autopar.runtime.repairs.step_trial import whole_matrix_step
     from autopar.words.precision import Precision
 
 __version__ = "0.2.0"
@@ -99,7 +99,7 @@ _WHERE = {
     "load_full_optimizer_state_dict": "autopar.runtime.checkpoints.optimizer_state_dict",
     "load_safetensors": "autopar.runtime.checkpoints.safetensors_folder",
     "save_safetensors": "autopar.runtime.checkpoints.safetensors_folder",
-    "whole_matrix_step": "autopar.runtime.optimizers.step_trial",
+    "whole_matrix_step": "autopar.runtime.repairs.step_trial",
 }  # fmt: skip
 
 _MODULES = ("elastic", "errors", "integrations", "planfile")

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime.optimizers import whole_matrices
+from autopar.runtime.parameters import whole_matrices
 from autopar.torch_private import TorchDispatchMode
 
 

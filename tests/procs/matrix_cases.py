@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autopar
-from autopar.runtime.optimizers import optimizer_steps, step_trial
-from autopar.runtime.optimizers.to_owners import ToOwners
+from autopar.runtime.parameters.to_owners import ToOwners
+from autopar.runtime.repairs import optimizer_steps, step_trial
 
 Model = Any
 Optimizers = list[torch.optim.Optimizer]
@@ -432,8 +432,8 @@ def resumed(kind: str, how: str) -> float:
 
 def ways_back(sizes: tuple[int, ...], placements: list[str]) -> bool:
     """Tensors that come to their owners and back are what they were."""
-    from autopar.runtime.optimizers.to_owners import Stored
     from autopar.runtime.parameters.state import local_of, state_of
+    from autopar.runtime.parameters.to_owners import Stored
 
     mesh, drawn = mesh_of(*sizes), torch.Generator().manual_seed(3)
     placed = [Replicate() if each == "R" else Shard(int(each)) for each in placements]

@@ -9,6 +9,8 @@
                       :mod:`.old_parameters`: the parameters that it had before
 :mod:`.attributes`    what a model's code writes on its parameters beside their values
 :mod:`.relayout`      parameters that are stored in other pieces from now on
+:mod:`.to_owners`     tensors in pieces, each brought whole to one rank and back; :mod:`.whole_matrices`: for Muon's
+                      steps; :mod:`.whole_steps`: for those of other optimizers that need whole parameters
 :mod:`.rounded_steps` steps under a policy with moments in fewer bits, or stochastic rounding
 ===================== ==================================================================================================
 """

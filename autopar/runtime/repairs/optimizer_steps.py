@@ -8,9 +8,10 @@ at the speed of plain tensors. :func:`correct` puts a function in front of the f
 parameter are cut alike; else DTensor does it as before. State stays DTensors, so checkpoints are what they were.
 
 Muon and Adafactor look at rows, columns and whole matrices. What DTensor makes of that depends on the cut, down to
-sums in bfloat16 that are added up over ranks. Muon's matrices are spread over the ranks (:mod:`.whole_matrices`). What
-that cannot do, and Adafactor, runs on one whole parameter after the other, which is gathered for it, and every rank
-takes its piece.
+sums in bfloat16 that are added up over ranks. Muon's matrices are spread over the ranks 
+(:mod:`~autopar.runtime.parameters.whole_matrices`), as are Adafactor's parameters, and those of optimizers of other
+libraries that need them whole (:mod:`.step_trial`). Functional forms that are called by themselves run on one whole
+parameter after the other, which is gathered for it, and every rank takes its piece.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
-from autopar.runtime.optimizers import step_trial, whole_matrices
-from autopar.runtime.parameters import rounded_steps
+from autopar.runtime.parameters import rounded_steps, whole_matrices
+from autopar.runtime.repairs import step_trial
 from autopar.runtime.repairs.dtensor_writes import take
-from autopar.torch_private import MUON, OPTIMIZERS_OF_ELEMENTS, OPTIMIZERS_OF_MATRICES
 from autopar.torch_private import MUON, OPTIMIZERS_OF_ELEMENTS, OPTIMIZERS_OF_MATRICES
 
 _Step = Callable[..., None]

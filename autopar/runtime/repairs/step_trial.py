@@ -1,10 +1,10 @@
 """What the step of an optimizer that somebody wrote looks at: found by a trial on small tensors.
 
 A step that computes each element by itself, or norms, is right on DTensors, and runs as it is. One that multiplies or
-decomposes matrices, or looks at their rows, runs on whole parameters, each on its owner (:mod:`.whole_steps`), if a
-trial shows that it steps on each parameter by itself: the numbers of each one alone, with other groups empty, must be
-those of all together. One that talks to other ranks by itself shares work out among parameters that it takes for whole,
-and is refused.
+decomposes matrices, or looks at their rows, runs on whole parameters, each on its owner
+(:mod:`~autopar.runtime.parameters.whole_steps`), if a trial shows that it steps on each parameter by itself: the
+numbers of each one alone, with other groups empty, must be those of all together. One that talks to other ranks by
+itself shares work out among parameters that it takes for whole, and is refused.
 
 The trial is made once for an optimizer, before its first step on parameters that several ranks store: the class's own
 ``step``, without hooks, on a few plain tensors of a few elements beside the optimizer's options. The optimizer, its
@@ -26,7 +26,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import RunError
-from autopar.runtime.optimizers.whole_steps import Step, has_shared, step_on_wholes
+from autopar.runtime.parameters.whole_steps import Step, has_shared, step_on_wholes
 from autopar.torch_private import TorchDispatchMode
 
 _PRODUCTS = frozenset((

@@ -9,7 +9,7 @@ State of a parameter's shape is cut as the parameter is. Other tensors, such as 
 rows over all ranks, so that none has all of them; numbers and small tensors are on every rank. All are DTensors between
 steps, so checkpoints have them.
 
-Which optimizers that is: :mod:`.step_trial`.
+Which optimizers that is: :mod:`autopar.runtime.repairs.step_trial`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.optimizers.to_owners import Stored, ToOwners, ranks_of
-from autopar.runtime.optimizers.whole_matrices import same_everywhere
 from autopar.runtime.parameters.state import as_dtensor, local_of, state_of
+from autopar.runtime.parameters.to_owners import Stored, ToOwners, ranks_of
+from autopar.runtime.parameters.whole_matrices import same_everywhere
 from autopar.words.placements import REPLICATED, State, shard
 from autopar.words.trees import PyTree
 from cost_models.matrix_steps import newton_schulz_flops, owners_of
