@@ -8,7 +8,7 @@ at the speed of plain tensors. :func:`correct` puts a function in front of the f
 parameter are cut alike; else DTensor does it as before. State stays DTensors, so checkpoints are what they were.
 
 Muon and Adafactor look at rows, columns and whole matrices. What DTensor makes of that depends on the cut, down to
-sums in bfloat16 that are added up over ranks. Muon's matrices are spread over the ranks 
+sums in bfloat16 that are added up over ranks. Muon's matrices are spread over the ranks
 (:mod:`~autopar.runtime.parameters.whole_matrices`), as are Adafactor's parameters, and those of optimizers of other
 libraries that need them whole (:mod:`.step_trial`). Functional forms that are called by themselves run on one whole
 parameter after the other, which is gathered for it, and every rank takes its piece.
