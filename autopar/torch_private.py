@@ -392,6 +392,7 @@ OPTIMIZERS_OF_MATRICES = (
 """The functional forms of optimizers that look at more than an element of a parameter at once."""
 
 MUON = OPTIMIZERS_OF_MATRICES[0]
+"""Muon's: ``params, grads``, momenta, and options by keyword."""
 ORTHOGONALIZE = Replaceable("torch.optim._muon", "_zeropower_via_newtonschulz")
 """What Muon does to a whole matrix: ``(matrix, coefficients, steps, eps)``; it computes in bfloat16 from the first."""
 MUON_RATE = Replaceable("torch.optim._muon", "_adjust_lr")

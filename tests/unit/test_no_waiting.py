@@ -42,6 +42,10 @@ ALLOWED = {
     "rules/experts/expert_all_to_all.py": {"_on_host"},
     # what scripts ask of DTensors, and the ranks of a mesh
     "runtime/repairs/dtensor_fixes.py": {"*"},
+    # the ranks of a mesh, which are on the CPU; and, before the first step of an optimizer, whether all step alike
+    "runtime/parameters/to_owners.py": {"ranks_of"}, "runtime/parameters/whole_matrices.py": {"same_everywhere"},
+    # numbers in the state of optimizers that step on whole parameters, which owners tell the other ranks
+    "runtime/parameters/whole_steps.py": {"_form"},
     # state dicts and checkpoints
     "runtime/pipelines/pipeline.py": {"full_state"},
     "runtime/checkpoints/full_state_dict.py": {"*"},
