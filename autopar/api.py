@@ -184,7 +184,9 @@ def plan(
             others=given,
         ).price(cluster, like)  # fmt: skip
         priced.check_fits()
-        return with_notes(priced.plan, priced.captured, model, example_of(model, inputs, example_kwargs, targets))
+        batch = example_of(model, inputs, example_kwargs, targets)
+        found = with_notes(priced.plan, priced.captured, model, batch)
+        return replace(found, graph=priced.captured.graph)
     request = request_of({**given, "optimizer": arguments.check_optimizer(optimizer)})
     batch = example_of(model, inputs, example_kwargs, targets)
     request = replace(request, input_rows=input_rows)
@@ -202,7 +204,7 @@ def plan(
     outcome = planning.find(
         model, captured, lambda: batch, where, where.n_devices, request, reference(cluster), runs=False
     )
-    return with_notes(outcome.plan, outcome.captured, model, batch)
+    return replace(with_notes(outcome.plan, outcome.captured, model, batch), graph=outcome.captured.graph)
 
 
 def layouts(
