@@ -65,7 +65,7 @@ def dumps(plan: Plan, graph: Graph | None = None, model: Section | None = None) 
 
 
 def _graph_of(plan: Plan, given: Graph | None) -> Graph:
-    """Return the graph that a plan is for: the given one or, if that is another one, the one that the plan remembers."""
+    """Return the graph that a plan is for: the given one, or the one that the plan remembers."""
     for graph in (given, plan.graph):
         if graph is not None and graph.fingerprint == plan.fingerprint:
             return graph
