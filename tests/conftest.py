@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import mark
 
 from autopar import progress
 from autopar.runtime.ranks import launch
@@ -28,6 +29,12 @@ launch.PRELOADED += [
     f"transformers.models.{name}.modeling_{name}"
     for name in ("gpt2", "llama", "bert", "t5", "vit", "resnet", "whisper")
 ]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the sweeps before those that are not asked for are deselected."""
+    mark(items, not any("::" in arg for arg in config.args))
 
 
 def pytest_collection_finish() -> None:
