@@ -34,7 +34,7 @@ What people use, around them:
 :mod:`.cli`           the command; :mod:`.mcp_server`: its answers as tools of agents
 :mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages; :mod:`.launching`: as jobs on a cluster
 :mod:`.targets`       plans as files of other trainers, and their files priced
-:mod:`.inference`     plans for serving a model, and models that generate on several ranks
+:mod:`.serving`       plans for serving a model; :mod:`.inference`: models that generate on several ranks
 :mod:`.integrations`  training loops of transformers and accelerate
 :mod:`.elastic`       ranks that are started again when one dies
 :mod:`.profiling`     a machine, and the load of experts, measured

@@ -16,8 +16,6 @@ from autopar.capture.in_parts import InputRows, captured_in_parts, no_rows_in
 from autopar.capture.microbatches import first_part
 from autopar.comparison.parts_of_loss import with_notes
 from autopar.errors import CaptureError, ClusterError, PlanError
-from autopar.inference.by_arguments import serving_plan
-from autopar.inference.records import ServingPlan
 from autopar.parallelizing import arguments
 from autopar.parallelizing.call_examples import example_of
 from autopar.planner import planning
@@ -28,6 +26,8 @@ from autopar.plans.plan_options import MOST_AXES, PLAN_OPTIONS, TRAINING, docume
 from autopar.plans.request import request_of
 from autopar.profiling.measured_load import with_measured_load
 from autopar.rules.experts.expert_load import with_load
+from autopar.serving.by_arguments import serving_plan
+from autopar.serving.records import ServingPlan
 from autopar.words.meshes import Mesh
 from autopar.words.precision import Precision, parse_precision
 from hardware_profiles import Cluster
@@ -188,7 +188,7 @@ def plan(
             (:mod:`autopar.planner.layouts.layout_words`). The words say all but ``memory_limit``, ``optimizer``,
             ``precision`` and ``expert_load``. :func:`layouts` prices layouts that do not fit, too.
         mode: ``training``, or ``inference`` for a deployment that serves requests, which is returned as a
-            :class:`~autopar.inference.records.ServingPlan`.
+            :class:`~autopar.serving.records.ServingPlan`.
         serving: with ``mode="inference"``: ``input_tokens``, ``output_tokens``, ``prefix_tokens``, limits
             ``first_token_seconds`` and ``token_seconds``, ``requests_per_second``, ``engine``, ``cache_precision``,
             ``devices`` and ``cost_per_hour``; of the other arguments ``precision`` and ``like`` mean something.

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
-from autopar.inference.front import PricedDeployment, missed
-from autopar.inference.model_work import ModelWork
-from autopar.inference.records import BOTH, DECODE, PREFILL, Served, ServingLoad, Worker, WorkerLayout
-from autopar.inference.worker_layouts import ModelShape, layout_work, layouts_on
-from autopar.inference.worker_memory import memory_of, most_requests
+from autopar.serving.front import PricedDeployment, missed
+from autopar.serving.model_work import ModelWork
+from autopar.serving.records import BOTH, DECODE, PREFILL, Served, ServingLoad, Worker, WorkerLayout
+from autopar.serving.worker_layouts import ModelShape, layout_work, layouts_on
+from autopar.serving.worker_memory import memory_of, most_requests
 from cost_models.serving.queueing import ServedTimes, engine_options, serve, serve_disaggregated
 from cost_models.serving.step_price import StepPrice, step_seconds
 from cost_models.serving.work import Prefill, StepBatch, StepWork

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from autopar.errors import ClusterError, InfeasibleError, PlanError
-from autopar.inference.attention_calls import attention_calls, seen_tokens
-from autopar.inference.forward_capture import Forward, captured_forward, most_positions
-from autopar.inference.front import PricedDeployment, front, missed, order, ranked
-from autopar.inference.layout_words import layout_in
-from autopar.inference.model_work import ModelWork, WorkFinder
-from autopar.inference.number_formats import formats_of, note_on_formats
-from autopar.inference.product_facts import expert_matrices
-from autopar.inference.records import BOTH, DEFAULT_ENGINE, Formats, ServingLoad, ServingPlan
-from autopar.inference.search import (
+from autopar.plans.plan import StagePlan
+from autopar.serving.attention_calls import attention_calls, seen_tokens
+from autopar.serving.forward_capture import Forward, captured_forward, most_positions
+from autopar.serving.front import PricedDeployment, front, missed, order, ranked
+from autopar.serving.layout_words import layout_in
+from autopar.serving.model_work import ModelWork, WorkFinder
+from autopar.serving.number_formats import formats_of, note_on_formats
+from autopar.serving.product_facts import expert_matrices
+from autopar.serving.records import BOTH, DEFAULT_ENGINE, Formats, ServingLoad, ServingPlan
+from autopar.serving.search import (
     LaidOut,
     SearchSetting,
     aggregated,
@@ -30,10 +31,9 @@ from autopar.inference.search import (
     powers_of_two,
     worker_sizes,
 )
-from autopar.inference.weight_cuts import CutsImpossible, weight_cuts
-from autopar.inference.worker_layouts import ModelShape
-from autopar.inference.worker_memory import limit_of
-from autopar.plans.plan import StagePlan
+from autopar.serving.weight_cuts import CutsImpossible, weight_cuts
+from autopar.serving.worker_layouts import ModelShape
+from autopar.serving.worker_memory import limit_of
 from autopar.words.texts import show_bytes, show_seconds
 from cost_models.mesh_links import mesh_axes
 from cost_models.serving.work import REQUESTS
