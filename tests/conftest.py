@@ -28,7 +28,7 @@ atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 launch.PRELOADED += [
     f"transformers.models.{name}.modeling_{name}"
     for name in ("gpt2", "llama", "bert", "t5", "vit", "resnet", "whisper")
-]
+] + ["warmed"]
 
 
 @pytest.hookimpl(tryfirst=True)
