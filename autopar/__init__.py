@@ -29,11 +29,12 @@ What they hand to each other, which knows none of them:
 What people use, around them:
 
 ===================== =================================================================================================
-:mod:`.api`           the calls of a script; :mod:`.parallelizing`: what one of them does, step by step
+:mod:`.plan_calls`    the calls of a script that need no ranks; :mod:`.api`: the one that does;
+                      :mod:`.parallelizing`: what that does, step by step
 :mod:`.cli`           the command; :mod:`.mcp_server`: its answers as tools of agents
 :mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages; :mod:`.launching`: as jobs on a cluster
 :mod:`.targets`       plans as files of other trainers, and their files priced
-:mod:`.inference`     plans for serving a model, and models that generate on several ranks
+:mod:`.serving`       plans for serving a model; :mod:`.inference`: models that generate on several ranks
 :mod:`.integrations`  training loops of transformers and accelerate
 :mod:`.elastic`       ranks that are started again when one dies
 :mod:`.profiling`     a machine, and the load of experts, measured
@@ -67,7 +68,8 @@ from autopar.errors import (
 )
 
 if TYPE_CHECKING:
-    from autopar.api import capture, layouts, parallelize, plan
+    from autopar.api import parallelize
+    from autopar.plan_calls import capture, layouts, plan
     from autopar.plans.plan import Plan
     from autopar.rules.function import function_rule
     from autopar.runtime.as_module.parallel_module import ParallelModule
@@ -87,8 +89,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _WHERE = {
-    "parallelize": "autopar.api", "plan": "autopar.api", "capture": "autopar.api",
-    "layouts": "autopar.api", "Plan": "autopar.plans.plan",
+    "parallelize": "autopar.api", "plan": "autopar.plan_calls", "capture": "autopar.plan_calls",
+    "layouts": "autopar.plan_calls", "Plan": "autopar.plans.plan",
     "ParallelModule": "autopar.runtime.as_module.parallel_module",
     "full_state_dict": "autopar.runtime.checkpoints.full_state_dict",
     "load_full_state_dict": "autopar.runtime.checkpoints.full_state_dict", "run_local": "autopar.runtime.ranks.launch",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import mark
 
 from autopar import progress
 from autopar.runtime.ranks import launch
@@ -27,7 +28,13 @@ atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 launch.PRELOADED += [
     f"transformers.models.{name}.modeling_{name}"
     for name in ("gpt2", "llama", "bert", "t5", "vit", "resnet", "whisper")
-]
+] + ["warmed"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the sweeps before those that are not asked for are deselected."""
+    mark(items, not any("::" in arg for arg in config.args))
 
 
 def pytest_collection_finish() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.cli.schemas.loading import load_answer
-from autopar.inference.plan_file import loads
 from autopar.planfile.parsing import is_serving, parse
+from autopar.serving.plan_file import loads
 
 
 def held_to_its_schema(words: Sequence[str], text: str) -> Any:

@@ -37,10 +37,10 @@ What stands where, in the order in which a model passes through:
 :mod:`.rows_of_draws`  where the rows of the batch are in what random operators draw
 :mod:`.losses`         a loss without a gradient is refused; :mod:`.dataclass_nodes`: dataclasses in inputs and outputs
 of a captured model    :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows),
-                       :mod:`.batch_factor` (which inputs have rows, and what the loss is to them), :mod:`.in_parts` (a
-                       microbatch captured), :mod:`.batch_totals` (what it reads of the whole batch),
-                       :mod:`.without_values` (a copy to capture when the model is gone), :mod:`.unread` (strings of
-                       the call that nobody reads)
+                       :mod:`.batch_factor` (which inputs have rows, and what the loss is to them),
+                       :mod:`.row_flows` (where rows are in tensors), :mod:`.in_parts` (a microbatch captured),
+                       :mod:`.batch_totals` (what it reads of the whole batch), :mod:`.without_values` (a copy to
+                       capture when the model is gone), :mod:`.unread` (strings of the call that nobody reads)
 ====================== ================================================================================================
 """
 

@@ -16,19 +16,30 @@ whole batch (:mod:`.batch_totals`), so the loss may be any function of these.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from autopar.capture.row_flows import (
+    ALIKE,
+    FIXED,
+    MEAN,
+    OWN,
+    PER_ROW,
+    PLAIN,
+    ROWS,
+    SUM,
+    Flow,
+    FollowedRows,
+    Part,
+    Trouble,
+    divided,
+    joined,
+    same_lead,
+)
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph, Node, Ref
 
-PLAIN, ROWS, ALIKE, OWN = "plain", "rows", "alike", "own"
-"""Kinds of a part of a dim: any values; rows of the batch; values that are the same all along it; the numbers 0, 1, 2,
-..., which as indices into rows name each row itself."""
-FIXED, PER_ROW, SUM, MEAN = "fixed", "per row", "sum", "mean"
-"""Kinds of a tensor in a microbatch: the same as in the batch; its rows; a term of a sum; one of a mean over rows."""
 REDUCTION_MEAN = 1
 MOST_TRIED = 24
 """Sets of inputs that are tried at most to find those with rows."""
@@ -63,89 +74,6 @@ Scaling = Mapping[int, int | None]
 is; None if it is no power."""
 Numbers = Mapping[str, float]
 """Values of tensors with one element, by the names of their buffers."""
-Part = tuple[int, str]
-Dims = tuple[tuple[Part, ...], ...]
-"""For each dim, the parts of which it consists, the one that changes slowest first: sizes, and what each is."""
-
-
-@dataclass(frozen=True)
-class Flow:
-    """The relation of a tensor to the batch.
-
-    Attributes:
-        kind: one of FIXED, PER_ROW, SUM and MEAN.
-        rows_from: the inputs from which it has its rows, as bits by node number.
-        inputs: all inputs that it depends on, in the same way.
-        power: for FIXED and PER_ROW, with which power of the number of microbatches its values in the batch are those
-            in a microbatch. A number of rows has 1, what is divided by it -1.
-    """
-
-    kind: str
-    dims: Dims
-    rows_from: int = 0
-    inputs: int = 0
-    power: int = 0
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Where a microbatch's part is not what the batch has there.
-
-    Attributes:
-        kind: ``index`` (numbers of an input count rows), ``beside`` (rows beside what is no row), ``across`` (an
-            operator puts rows together), ``two`` (rows stand in two dims), ``statistic`` (a sum over rows, which the
-            parameters decide, is read by more than a sum).
-        node: number of the operator.
-        rows: inputs, by node number, whose rows it reads; ``others``: inputs that what it reads beside them follows
-            from.
-        hot: all that it reads of the batch depends on parameters, too.
-        where: the operator in words.
-    """
-
-    kind: str
-    node: int
-    rows: tuple[int, ...]
-    others: tuple[int, ...] = ()
-    hot: bool = True
-    where: str = ""
-
-    @property
-    def is_of_inputs(self) -> bool:
-        """Return whether the trouble comes from what an input means, not from what the model computes of it."""
-        return self.kind == "index" or (self.kind == "beside" and bool(self.others))
-
-
-@dataclass
-class FollowedRows:
-    """A graph whose rows were followed.
-
-    Attributes:
-        rows: the inputs with rows, by node number.
-        flows: the flows of every tensor.
-        troubles: what stands on the way to the loss.
-        totals: sums over rows that the inputs decide, and whether each is a mean over rows instead.
-        ratios: losses that are divided by how many labels count in them, by node number.
-        scaled: what is a sum over rows beside means: places where a tensor is read, ``(node, position)``; and the loss
-            itself, ``(-1, 0)``, if it is a sum.
-        open_literals: nodes with a number that may follow from the number of rows, or not.
-        loss: what the loss is: MEAN, SUM, FIXED; PER_ROW if that is not known.
-    """
-
-    rows: frozenset[int]
-    flows: dict[Ref, Flow] = field(default_factory=dict)
-    troubles: list[Trouble] = field(default_factory=list)
-    totals: dict[Ref, bool] = field(default_factory=dict)
-    ratios: list[int] = field(default_factory=list)
-    scaled: set[tuple[int, int]] = field(default_factory=set)
-    open_literals: list[int] = field(default_factory=list)
-    loss: str = PER_ROW
-
-    @property
-    def is_proved(self) -> bool:
-        """True if microbatches of `rows` add up to the loss of the batch."""
-        return not self.troubles and not self.open_literals and self.loss in (MEAN, SUM)
-
-
 def followed(
     graph: Graph, rows: Collection[int], scaling: Scaling | None = None, numbers: Numbers | None = None
 ) -> FollowedRows:
@@ -277,14 +205,14 @@ class _Following:
         moved, own = node.target in SAME_NUMBERS, self._local_batch(node, rule, flows)
         for flow, term in zip(flows, rule.inputs, strict=False):
             for parts, dim in zip(flow.dims, term, strict=False):
-                for f, some in _divided(parts, [(f, rule.sizes.get(f, 1)) for f in dim]):
+                for f, some in divided(parts, [(f, rule.sizes.get(f, 1)) for f in dim]):
                     if not moved:
                         numbers = ROWS if own is not None and f == own[0] else PLAIN
                         some = tuple((n, numbers if label == OWN else label) for n, label in some)
                     if f not in labels:
                         labels[f], of[f] = some, [flow]
                         continue
-                    labels[f], clash = _joined(labels[f], some)
+                    labels[f], clash = joined(labels[f], some)
                     of[f].append(flow)
                     if clash:
                         fixed = others = rows = 0
@@ -454,7 +382,7 @@ class _Following:
             if has_rows:
                 this = PER_ROW
             elif lost:
-                guess = next((flow.dims for flow in read if _same_lead(flow, spec.shape)), None)
+                guess = next((flow.dims for flow in read if same_lead(flow, spec.shape)), None)
                 if guess is not None:
                     dims = (guess[0], *(((n, PLAIN),) for n in spec.shape[1:]))
                     this = PER_ROW
@@ -481,58 +409,6 @@ class _Following:
         if factor in rule.whole:
             return tuple((n, PLAIN if label in (ALIKE, OWN) else label) for n, label in parts)
         return parts
-
-
-def _same_lead(flow: Flow, shape: Sequence[int]) -> bool:
-    if not shape or not flow.dims or all(label != ROWS for _, label in flow.dims[0]):
-        return False
-    size = 1
-    for n, _ in flow.dims[0]:
-        size *= n
-    return size == shape[0]
-
-
-def _joined(a: tuple[Part, ...], b: tuple[Part, ...]) -> tuple[tuple[Part, ...], bool]:
-    """Return the parts of a factor that two tensors have, and whether rows of one meet other values of the other."""
-    if len(a) == 1 and len(b) > 1:
-        a = tuple((n, a[0][1]) for n, _ in b)
-    elif len(b) == 1 and len(a) > 1:
-        b = tuple((n, b[0][1]) for n, _ in a)
-    if [n for n, _ in a] != [n for n, _ in b]:
-        has_rows = any(label == ROWS for _, label in (*a, *b))
-        return (a if any(label == ROWS for _, label in a) else b), has_rows
-    parts, clash = [], False
-    for (n, x), (_, y) in zip(a, b, strict=True):
-        both = {x, y}
-        if both == {ROWS} or both == {ROWS, ALIKE}:
-            parts.append((n, ROWS))
-        elif ROWS in both:
-            parts.append((n, ROWS))
-            clash = True
-        else:
-            parts.append((n, x if x == y else PLAIN))
-    return tuple(parts), clash
-
-
-def _divided(of_dim: tuple[Part, ...], factors: Sequence[tuple[str, int]]) -> Iterator[tuple[str, tuple[Part, ...]]]:
-    """Yield the parts of a dim that belong to each of its factors, given with their sizes."""
-    left = [part for part in of_dim if part[0] > 1]
-    for factor, size in factors:
-        mine: list[Part] = []
-        while size > 1 and left:
-            n, label = left.pop(0)
-            if size % n == 0:
-                mine.append((n, label))
-                size //= n
-            elif n % size == 0:  # rows in groups stay rows: of the slower part
-                mine.append((size, label))
-                left.insert(0, (n // size, PLAIN if label in (ROWS, OWN) else label))
-                size = 1
-            else:  # neither divides the other: of both
-                mine.append((size, label))
-                left.insert(0, (n, label))
-                size = 1
-        yield factor, tuple(mine)
 
 
 def _ancestors(graph: Graph, ref: Ref | None) -> frozenset[int]:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.capture.batch_factor import IGNORED, FollowedRows
+from autopar.capture.batch_factor import IGNORED
+from autopar.capture.row_flows import FollowedRows
 from autopar.words.graph import Graph, Node, Ref, Spec, map_refs, part_for
 
 TOTAL = "autopar_total."

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from autopar.capture.batch_factor import FollowedRows, Scaling, Trouble, followed, inputs_with_rows, is_of_model
+from autopar.capture.batch_factor import Scaling, followed, inputs_with_rows, is_of_model
 from autopar.capture.batch_totals import with_totals
 from autopar.capture.microbatches import as_whole, first_part, have_rows, leaves_of_call, rows_of
+from autopar.capture.row_flows import FollowedRows, Trouble
 from autopar.capture.rows_of_draws import Draws, rows_of_draws, with_rows_of_draws
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from autopar.capture.batch_factor import ROWS, followed, may_have_rows
+from autopar.capture.batch_factor import followed, may_have_rows
+from autopar.capture.row_flows import ROWS
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
 from autopar.words.graph import TRAINING, Graph, Node, Ref, Spec

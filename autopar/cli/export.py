@@ -29,9 +29,9 @@ from autopar.cli.serving_plans import serving_plan_in
 from hardware_profiles.strict import parse_json
 
 if TYPE_CHECKING:
-    from autopar.inference.records import ServingPlan
     from autopar.planfile import Document
     from autopar.planner.layouts.pricing import PricedLayout
+    from autopar.serving.records import ServingPlan
     from autopar.targets.exporting import ExportCost, Exporter
     from autopar.targets.target import Export, WrittenFiles
 
@@ -93,8 +93,8 @@ def export(
 
 def export_serving(plan: ServingPlan, path: Path, to: str, output: Path, *, force: bool, as_json: bool) -> None:
     """Write a serving plan as the files of an engine."""
-    from autopar.inference.plan_file import dumps
     from autopar.planfile.parsing import cluster_named
+    from autopar.serving.plan_file import dumps
     from autopar.targets import targets
     from autopar.targets.engines import engine_named
     from autopar.targets.engines.serving_engine import deployment_of, export_to

@@ -17,9 +17,9 @@ from autopar.cli.output_files import Force, OutputFile, OutputKind
 from autopar.plans.plan_options import INFERENCE, MODES, PLAN_OPTIONS, TRAINING
 
 if TYPE_CHECKING:
-    from autopar.inference.front import PricedDeployment
-    from autopar.inference.planning import Answer
-    from autopar.inference.records import ServingLoad
+    from autopar.serving.front import PricedDeployment
+    from autopar.serving.planning import Answer
+    from autopar.serving.records import ServingLoad
 
 SERVING_PLAN = OutputKind("a serving plan", re.compile(r'\s*\{.*"autopar-serving-plan"', re.DOTALL).match)
 PLOT = OutputKind("a plot of autopar", re.compile(r"<svg.*autopar", re.DOTALL).match)
@@ -109,8 +109,8 @@ def run(
         as_json: print JSON.
     """
     from autopar.frontends.models import load_model
-    from autopar.inference.planning import plan_serving
-    from autopar.inference.records import DEFAULT_ENGINE
+    from autopar.serving.planning import plan_serving
+    from autopar.serving.records import DEFAULT_ENGINE
     from hardware_profiles import load_cluster
 
     _check_options(chosen, others)
@@ -132,7 +132,7 @@ def run(
             cluster_name=cluster, say=say,
         )  # fmt: skip
     if output is not None:
-        from autopar.inference.plan_file import dumps
+        from autopar.serving.plan_file import dumps
 
         files["-o"].write(dumps(answer.plan))
     if plot is not None:
@@ -170,7 +170,7 @@ def _check_options(chosen: Mapping[str, Any], others: Mapping[str, object]) -> N
 
 def load_of(chosen: Mapping[str, Any]) -> ServingLoad:
     """Return the load that options describe."""
-    from autopar.inference.records import ServingLoad
+    from autopar.serving.records import ServingLoad
 
     return ServingLoad(
         chosen["isl"], chosen["osl"], chosen["prefix"] or 0, _seconds("--ttft", chosen["ttft"]),
@@ -285,7 +285,7 @@ def _of(each: PricedDeployment) -> str:
 
 def facts(answer: Answer, top: int, like: list[str]) -> dict[str, Any]:
     """Return an answer as values for JSON."""
-    from autopar.inference.plan_file import dumps
+    from autopar.serving.plan_file import dumps
     from hardware_profiles.strict import parse_json
 
     return {

@@ -10,7 +10,7 @@ from autopar.cli.common import out, print_lines
 from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 if TYPE_CHECKING:
-    from autopar.inference.records import ServingPlan
+    from autopar.serving.records import ServingPlan
 
 
 def serving_plan_in(path: Path) -> ServingPlan | None:
@@ -24,8 +24,8 @@ def serving_plan_in(path: Path) -> ServingPlan | None:
         raw = parse_json(text, [])
     except Unreadable:  # the reader of plans for training says what is wrong with it
         return None
-    from autopar.inference.plan_file import loads
     from autopar.planfile.parsing import is_serving
+    from autopar.serving.plan_file import loads
 
     return loads(text, where=str(path)) if is_serving(raw) else None
 
@@ -33,7 +33,7 @@ def serving_plan_in(path: Path) -> ServingPlan | None:
 def show_serving(plan: ServingPlan, as_json: bool) -> None:
     """Print a serving plan: load, workers, predicted times and memory."""
     if as_json:
-        from autopar.inference.plan_file import dumps
+        from autopar.serving.plan_file import dumps
 
         sys.stdout.write(dumps(plan))  # a plan file, which has a version of its own
         return

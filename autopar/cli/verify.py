@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -258,11 +259,13 @@ def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: PyTree, kwarg
     import autopar
     from autopar.comparison import program_vs_eager as v
     from autopar.parallelizing.all_ranks import check_size, spread
+    from autopar.runtime.as_module.parallel_module import parallel
     from autopar.runtime.ranks.agree import ensure_process_group
 
     ensure_process_group()
     check_size(plan, torch.distributed.get_world_size())
-    pm = spread(loaded.model, captured, plan, torch.distributed.group.WORLD)
+    model = copy.deepcopy(loaded.model)  # a module is parallelized once, and there may be more plans
+    pm = parallel(spread(model, captured, plan, torch.distributed.group.WORLD))
     optimizer = torch.optim.SGD([p for p in pm.parameters() if p.requires_grad], **v.SGD)  # type: ignore[arg-type]
     losses, gradients = [], {}
     for step in range(2):

@@ -25,7 +25,7 @@ from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.planning import Outcome, on_only_mesh, wishes_of
-from autopar.plans.plan import Plan, StagePlan
+from autopar.plans.plan import Pins, Plan, StagePlan
 from autopar.plans.stage_graphs import cut, hot_ops
 from autopar.rules.experts.expert_load import with_load
 from autopar.rules.notation import Rule
@@ -35,7 +35,7 @@ from autopar.rules.strategy import options_of, why_not_cut
 from autopar.runtime.batches.module_calls import Batch
 from autopar.runtime.pipelines.pipeline_programs import ReplanStages
 from autopar.runtime.variants.program_cache import Compare, Replan
-from autopar.words.graph import Graph, Node
+from autopar.words.graph import Graph, Node, Ref
 from autopar.words.labels import matches, op_labels
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, replicated_placement
@@ -60,7 +60,8 @@ def planner_of(
                 return Outcome(Plan.alone(prepared[new.graph.fingerprint], plan.cluster, plan.pins), new)
             options = for_graph(plan_options, new.graph, stored, plan.mesh)
             graph = with_load(new.graph, plan.pins.expert_load)
-            return Outcome(on_only_mesh(graph, cluster(), plan.mesh, options, plan.cluster, plan.pins), new)
+            pins = pins_for(plan.pins, graph)
+            return Outcome(on_only_mesh(graph, cluster(), plan.mesh, options, plan.cluster, pins), new)
 
         return agreed(decide, new, group)[1].only()
 
@@ -126,7 +127,10 @@ def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, clu
         if any(stage.buffers[name] != state for name, state in as_before.items()):
             stage = with_buffers(part.graph, stage, as_before, cluster)
         choices.append(stage)
-    again = replace(plan, fingerprint=new.graph.fingerprint, schedule=schedule, stages=tuple(choices))
+    again = replace(
+        plan, fingerprint=new.graph.fingerprint, schedule=schedule, stages=tuple(choices), graph=None,
+        pins=pins_for(plan.pins, new.graph),
+    )  # fmt: skip
     return Replanner(new.graph, again, cluster, plan_options).simulated()[0].validate()
 
 
@@ -211,6 +215,22 @@ def for_graph(plan_options: Options, graph: Graph, stored: Mapping[str, str], me
         outputs={k: v for k, v in (plan_options.outputs or {}).items() if k < len(graph.outputs)} or None,
         recompute=tuple(recompute), buffers=buffers or None,
     )  # fmt: skip
+
+
+def pins_for(pins: Pins, graph: Graph) -> Pins:
+    """Return the pins that name something of a graph; ranks that read its plan refuse others as misspelt."""
+    labels = op_labels(graph)
+    ops = [node for _, node in graph.of_kind("op")]
+    params, inputs = ({node.target for _, node in graph.of_kind(kind)} for kind in ("param", "input"))
+    tensors = {number for number, out in enumerate(graph.outputs) if isinstance(out, Ref)}
+    return replace(
+        pins,
+        ops={p: axes for p, axes in pins.ops.items() if any(matches(p, node, labels[node.name]) for node in ops)},
+        params={p: how for p, how in pins.params.items() if any(fnmatchcase(name, p) for name in params)},
+        inputs={name: state for name, state in pins.inputs.items() if name in inputs},
+        outputs={number: state for number, state in pins.outputs.items() if number in tensors},
+        recompute=tuple(p for p in pins.recompute if any(fnmatchcase(node.module, p) for node in ops)),
+    )
 
 
 def _offers(graph: Graph, node: Node, rule: Rule, mesh: Mesh, axis: str, factor: str) -> bool:

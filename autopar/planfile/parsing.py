@@ -38,7 +38,7 @@ STAGE_KEYS: dict[str, type] = {
 }  # fmt: skip
 STAGE_REQUIRED = ("first", "mesh", "ops", "params", "outputs")
 SERVING_KIND = "autopar-serving-plan"
-"""The value of ``kind`` in a serving plan, which :mod:`autopar.inference.plan_file` reads."""
+"""The value of ``kind`` in a serving plan, which :mod:`autopar.serving.plan_file` reads."""
 
 
 def is_serving(raw: object) -> bool:

@@ -69,9 +69,11 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
     raw, where, schedule, meshes = document.raw, document.where, document.schedule, document.meshes
     bad = FileErrors(where)
     if raw["fingerprint"] != graph.fingerprint:
+        n = document.microbatches
+        part = f"a microbatch, {n} of which make up a step, of " if n > 1 else ""
         bad.add(
             "fingerprint",
-            f"the plan is for a model with fingerprint {raw['fingerprint']}, this one has {graph.fingerprint} "
+            f"the plan is for {part}a model with fingerprint {raw['fingerprint']}, this one has {graph.fingerprint} "
             "(operators, shapes or names differ); plan this model again, or write its fingerprint into the file to "
             "try these decisions on it",
         )
@@ -110,7 +112,7 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
         anew = anew or priced
     plan = Plan(
         graph.fingerprint, raw["cluster"], tuple(stages), schedule, stage_edges_of(graphs),
-        float(raw.get("seconds") or 0.0), tuple(raw.get("notes") or ()), pins,
+        float(raw.get("seconds") or 0.0), tuple(raw.get("notes") or ()), pins, graph,
     )  # fmt: skip
     if anew or raw.get("checksum") != step_checksum(plan):
         live = live_at_peak(schedule, [stage.kept_bytes for stage in stages])

@@ -32,14 +32,19 @@ MEMORY = "memory"
 """The table of decisions about memory: for each a list with one line for every entry."""
 
 
-def dumps(plan: Plan, graph: Graph, model: Section | None = None) -> str:
+def dumps(plan: Plan, graph: Graph | None = None, model: Section | None = None) -> str:
     """Return the text of a plan; the same plan gives the same bytes.
 
     Args:
         plan: the plan.
-        graph: the graph of the whole model, at the size of a microbatch.
+        graph: the graph of the whole model, at the size of a microbatch; by default the one that the plan was made for,
+            which plans of :func:`autopar.plan` and of :func:`autopar.planfile.load` remember.
         model: how the command line finds the model again: ``{"spec": "gpt.py:make", "batch": 8, "seq": 128}``.
+
+    Raises:
+        PlanError: the plan is for another graph, such as that of another number of microbatches.
     """
+    graph = _graph_of(plan, graph)
     whole = plan.schedule.text().splitlines()
     document = {
         "autopar_plan": VERSION,
@@ -57,6 +62,19 @@ def dumps(plan: Plan, graph: Graph, model: Section | None = None) -> str:
         "checksum": step_checksum(plan),
     }
     return _format(document) + "\n"
+
+
+def _graph_of(plan: Plan, given: Graph | None) -> Graph:
+    """Return the graph that a plan is for: the given one, or the one that the plan remembers."""
+    for graph in (given, plan.graph):
+        if graph is not None and graph.fingerprint == plan.fingerprint:
+            return graph
+    whose = f"the given graph has {given.fingerprint}" if given is not None else "no graph is given"
+    raise PlanError(
+        f"the plan is for a graph with fingerprint {plan.fingerprint}, one of {plan.microbatches} microbatches of a "
+        f"step; {whose}: give the graph that was planned. A plan of autopar.plan remembers it in the process that made "
+        "it; one that was pickled or edited since does not"
+    )
 
 
 def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> Section:
@@ -97,11 +115,11 @@ def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> Section:
     }
 
 
-def save(path: str | Path, plan: Plan, graph: Graph, model: Section | None = None) -> None:
-    """Write a plan file; the cluster's file, if it has one, is named by its path from there.
+def save(path: str | Path, plan: Plan, graph: Graph | None = None, model: Section | None = None) -> None:
+    """Write a plan file; the cluster's file, if it has one, is named by its path from there. Arguments as of `dumps`.
 
     Raises:
-        PlanError: the folder is not there, or cannot be written to.
+        PlanError: the plan is for another graph; or the folder is not there, or cannot be written to.
     """
     if Path(plan.cluster).is_absolute():
         near = os.path.relpath(plan.cluster, Path(path).parent.resolve())

@@ -253,6 +253,7 @@ class Plan:
         seconds: the seconds of a training step, simulated.
         notes: notes for the reader.
         pins: what the user asked for, so that the plan can be solved again with the same options.
+        graph: the graph of one microbatch that it is for, in the process that planned it or read its file; else None.
     """
 
     fingerprint: str
@@ -263,6 +264,7 @@ class Plan:
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     pins: Pins = field(default_factory=Pins)
+    graph: Graph | None = field(default=None, compare=False)
 
     @classmethod
     def alone(cls, stage: StagePlan, cluster: str = "", pins: Pins | None = None, notes: tuple[str, ...] = ()) -> Plan:
@@ -382,11 +384,14 @@ class Plan:
             of_stages: fingerprints of the stages' graphs.
         """
         stages = (replace(stage, fingerprint=new) for stage, new in zip(self.stages, of_stages, strict=True))
-        return replace(self, fingerprint=fingerprint, stages=tuple(stages))
+        return replace(self, fingerprint=fingerprint, stages=tuple(stages), graph=None)
 
     def of_graph(self, fingerprint: str) -> Plan:
         """Return :meth:`of_graphs` for a plan of one stage."""
         return self.of_graphs(fingerprint, [fingerprint])
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "graph": None}  # other processes capture the model themselves
 
     def __repr__(self) -> str:
         return f"<Plan: {plan_line(self)}>"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 
-COUNT = 64
+COUNT = 32
 """Tokens that are made."""
 
 

@@ -113,6 +113,22 @@ def evaluated() -> float:
     return worst
 
 
+def pinned() -> float:
+    """Pins of operators, parameters and recomputation that concern only what a later call leaves out."""
+    model, (x, y, *_) = Switched(), batches(2)
+    model.auxiliary = True
+    alone = copy.deepcopy(model)
+    pins = {"constraints": {"*side": {"data": "b"}}, "params": {"side.*": "S0 step"}, "recompute": ["side"]}
+    pm = spread(model, x, **pins)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (pm, alone)]
+    worst = 0.0
+    for auxiliary, given in ((True, x), (False, y), (True, y)):
+        pm.auxiliary = alone.auxiliary = auxiliary
+        losses = [stepped(m, optimizer, given) for m, optimizer in zip((pm, alone), optimizers, strict=True)]
+        worst = max(worst, difference(*losses))
+    return worst
+
+
 def in_stages() -> tuple[float, int]:
     """A pipeline whose numbers change, and whose operators do: the worst difference, and programs that are kept."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from procs import alone_with_a_shape, in_buckets
-from procs.in_turn import several
+from procs.in_turn import marked, selected, several
 
 from autopar.runtime.ranks.launch import run_local
 
@@ -16,26 +16,27 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "a change that pays": ("a_change_that_pays",),
     "AdamW": ("between_layouts", "AdamW"), "Adagrad": ("between_layouts", "Adagrad"),
 }  # fmt: skip
+SLOW = {"trained batch", "trained tensor", "own rows zero", "own rows tensor", "Adagrad"}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "in_buckets", CALLS)
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_local(several, 2, "in_buckets", selected(request, CALLS, SLOW))
 
 
-@pytest.mark.parametrize("cut", in_buckets.CUTS)
-def test_padded_steps_are_those_of_one_device(found: list[dict[str, Any]], cut: str) -> None:
+@pytest.mark.parametrize("how", marked([how for how in CALLS if how.startswith("trained")], SLOW))
+def test_padded_steps_are_those_of_one_device(found: list[dict[str, Any]], how: str) -> None:
     for rank in found:
-        worst, captures = rank[f"trained {cut}"]
+        worst, captures = rank[how]
         assert worst < 1e-9 and captures == 1
 
 
-@pytest.mark.parametrize("how", [how for how in CALLS if how.startswith(("own", "in"))])
+@pytest.mark.parametrize("how", marked([how for how in CALLS if how.startswith(("own", "in"))], SLOW))
 def test_rows_of_ones_own_and_stages(found: list[dict[str, Any]], how: str) -> None:
     assert all(rank[how] < 1e-9 for rank in found)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad"])
+@pytest.mark.parametrize("optimizer", marked(["AdamW", "Adagrad"], SLOW))
 def test_parameters_and_state_move_between_layouts(found: list[dict[str, Any]], optimizer: str) -> None:
     for rank in found:
         worst, stored, late = rank[optimizer]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from procs.cached import HEADS
-from procs.in_turn import several
+from procs.in_turn import marked, selected, several
 
 from autopar.runtime.ranks.launch import run_local
 
@@ -17,6 +17,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "one head for all": ("tokens", {"kv_heads": 1, "rope": True, "experts": 4}, TENSOR, HEADS),
     "stages": ("tokens", {"rope": True}, None, None, 2),
 }  # fmt: skip
+SLOW = {"one head for all"}
 CACHES = {
     "rows": {(2, 4, 80, 8)}, "heads": {(4, 2, 80, 8)}, "one head for all": {(4, 1, 80, 8)}, "stages": {(4, 4, 80, 8)},
 }  # fmt: skip
@@ -24,11 +25,11 @@ CACHES = {
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "cached", {**CALLS, "left alone": ("left_alone",)})
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_local(several, 2, "cached", {**selected(request, CALLS, SLOW), "left alone": ("left_alone",)})
 
 
-@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize("case", marked(CALLS, SLOW))
 def test_tokens_are_those_of_one_device(found: list[dict[str, Any]], case: str) -> None:
     for rank in found:
         assert rank[case]["same"] == [True, True, True]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from procs import checkpoints
-from procs.in_turn import several
+from procs.in_turn import marked, selected, several
 from torch import nn
 
 import autopar
@@ -26,11 +26,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+RESUMED = {
+    f"{how}, {'waited for' if wait else 'not waited for'}": (how, wait)
+    for how in checkpoints.HOW
+    for wait in (True, False)
+}
+SLOW = {*RESUMED} - {"zero, not waited for", "tensor, waited for", "pipeline, waited for"}
+
+
 @pytest.fixture(scope="module")
-def found(folder: Path) -> list[dict[str, Any]]:
+def found(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
     calls: dict[str, tuple[Any, ...]] = {
-        f"{how} {wait}": ("resumed", how, str(folder), wait) for how in checkpoints.HOW for wait in (True, False)
+        case: ("resumed", how, str(folder), wait) for case, (how, wait) in RESUMED.items()
     }
+    calls = selected(request, calls, SLOW)
     calls["saved"] = ("saved", "zero", str(folder / "elsewhere"))
     for how in ("batch", "tensor", "pipeline"):
         calls[f"loaded {how}"] = ("loaded", how, str(folder / "elsewhere"))
@@ -44,11 +53,10 @@ def found(folder: Path) -> list[dict[str, Any]]:
     return run_local(several, 2, "checkpoints", calls)
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("how", list(checkpoints.HOW))
-def test_a_resumed_run_is_the_same_to_the_bit(found: list[dict[str, Any]], how: str, wait: bool) -> None:
+@pytest.mark.parametrize("case", marked(RESUMED, SLOW))
+def test_a_resumed_run_is_the_same_to_the_bit(found: list[dict[str, Any]], case: str) -> None:
     for rank in found:
-        went_on, resumed, worst = rank[f"{how} {wait}"]
+        went_on, resumed, worst = rank[case]
         assert went_on == resumed and worst == 0.0
 
 

@@ -37,6 +37,7 @@ def equal(found: dict[int, float], right: dict[int, float]) -> bool:
     return max(abs(found[step] - right[step]) for step in right) < 1e-9
 
 
+@pytest.mark.slow  # it starts seven interpreters; what a killed rank leaves is in tests/unit/test_attempts.py, too
 def test_torchrun_starts_ranks_again(tmp_path: Path) -> None:
     """What the killed ranks had left in the store was read by the next ones: none of seven went on."""
     _, attempts = losses(TORCHRUN, 2, "killed", tmp_path / "job")

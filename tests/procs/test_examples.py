@@ -19,7 +19,7 @@ SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if p.name != "demo.py")
 AS_SCRIPT = "train_gpt.py"
 ONLY_AS_SCRIPTS = (
     "opt_mlp.py", "plan_alexnet.py", "plan_unequal.py", "train_pipeline.py", "train_elastic.py", "train_resnet.py",
-    "train_t5.py", "train_unet.py",
+    "train_t5.py", "train_unet.py", "continuous_batching.py",
 )  # fmt: skip
 """In the sweep: they search for seconds, or train another model in the way that others do."""
 

@@ -33,8 +33,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "batching": ("batching", str(EXAMPLE)),
 }  # fmt: skip
 SLOW = {
-    "llama heads", "windows heads", "whisper heads", "llama stages", "mixture stages", "t5 stages", "plain stages",
-    "without values",
+    "llama heads", "mixture heads", "windows heads", "whisper heads", "llama stages", "mixture stages", "t5 stages",
+    "whisper stages", "plain stages", "without values",
 }  # fmt: skip
 HEADS_HERE = {"gpt2": 2, "llama": 1, "mixture": 1, "windows": 1, "t5": 2, "whisper": 2}
 """Heads of keys of a rank, where two share them."""
@@ -81,7 +81,8 @@ def test_the_example_of_continuous_batching_gives_the_tokens_of_each_request_alo
         assert len(rank["batching"]) > 4 and all(rank["batching"])
 
 
-@pytest.mark.parametrize("name", marked(ON_FOUR, {*ON_FOUR} - {"llama"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_FOUR)
 def test_rows_and_heads_are_cut(name: str) -> None:
     for rank in run_local(several, 4, "generate", {"": ON_FOUR[name]}, timeout=LONG):
         assert all(rank[""]["same"].values())

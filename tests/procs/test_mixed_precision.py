@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from procs import mixed_precision
-from procs.in_turn import LONG, several
+from procs.in_turn import LONG, marked, selected, several
 
 from autopar.runtime.ranks.launch import run_local
 
@@ -29,15 +29,33 @@ POLICIES: dict[str, tuple[Any, ...]] = {
 POLICIES["policy narrow zero"] = ("policy", "narrow", "zero")
 POLICIES |= {f"policy rounded {cut}": ("policy", "rounded", cut) for cut in ("zero", "tensor")}
 POLICIES |= {f"policy {name} in stages": ("policy", name, "", (2,), 2) for name in ("wide", "rounded")}
+SLOW = {
+    "data inside",
+    "tensor inside",
+    "zero around",
+    "scaled zero 1",
+    "scaled tensor None",
+    "scaled tensor 0",
+    "steps zero up.weight",
+    "steps stages up.weight",
+    "low data",
+    "low tensor",
+    "policy bf16-mixed data",
+    "policy bf16-mixed tensor",
+    "policy wide data",
+    "policy wide zero",
+    "policy rounded tensor",
+    "policy wide in stages",
+}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     calls = {**CALLS, **SCALED, **STEPS, **LOW, **POLICIES, "stages": ("in_stages",)}
-    return run_local(several, 2, "mixed_precision", calls)
+    return run_local(several, 2, "mixed_precision", selected(request, calls, SLOW))
 
 
-@pytest.mark.parametrize("how", list(CALLS))
+@pytest.mark.parametrize("how", marked(CALLS, SLOW))
 def test_the_numbers_of_one_device_under_autocast(found: list[dict[str, Any]], how: str) -> None:
     for rank in found:
         low, full, captures = rank[how]
@@ -51,7 +69,7 @@ def test_a_pipeline_is_called_under_another_autocast(found: list[dict[str, Any]]
         assert losses < 1e-6 and weights < 1e-3 and low > 1e-5
 
 
-@pytest.mark.parametrize("how", list(SCALED))
+@pytest.mark.parametrize("how", marked(SCALED, SLOW))
 def test_a_gradient_scaler_skips_the_step_on_all_ranks_or_on_none(found: list[dict[str, Any]], how: str) -> None:
     for rank in found:
         worst, scale, skipped = rank[how]
@@ -60,7 +78,7 @@ def test_a_gradient_scaler_skips_the_step_on_all_ranks_or_on_none(found: list[di
         assert worst == 0.0 if skipped else worst < 2.5e-2  # AdamW's first step is lr times the gradient's sign
 
 
-@pytest.mark.parametrize("how", list(STEPS))
+@pytest.mark.parametrize("how", marked(STEPS, SLOW))
 def test_a_step_takes_a_gradient_scaler(found: list[dict[str, Any]], how: str) -> None:
     """The overflow of one stage alone has the other skip its step, too."""
     for rank in found:
@@ -69,12 +87,12 @@ def test_a_step_takes_a_gradient_scaler(found: list[dict[str, Any]], how: str) -
         assert scales == scales_alone == [2048.0, 1024.0, 2048.0]
 
 
-@pytest.mark.parametrize("how", list(LOW))
+@pytest.mark.parametrize("how", marked(LOW, SLOW))
 def test_a_model_in_bfloat16_trains_like_on_one_device(found: list[dict[str, Any]], how: str) -> None:
     assert all(rank[how] < 2e-2 for rank in found)
 
 
-@pytest.mark.parametrize("how", list(POLICIES))
+@pytest.mark.parametrize("how", marked(POLICIES, SLOW))
 def test_a_policy_is_that_of_one_device(found: list[dict[str, Any]], how: str) -> None:
     for rank in found:
         of_rank = rank[how]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from procs import model_methods
-from procs.in_turn import several
+from procs.in_turn import marked, selected, several
 
 from autopar.errors import RunError
 from autopar.runtime.ranks.launch import run_local
@@ -18,14 +18,15 @@ CALLS: dict[str, tuple[Any, ...]] = {
     **{f"parts {how}": ("parts_called_alone", how) for how in ("zero", "pipeline")},
     "refused True": ("refused", True), "refused False": ("refused", False),
 }  # fmt: skip
+SLOW = {"tensor True", "zero True", "pipeline False", "trained tensor"}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "model_methods", CALLS)
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_local(several, 2, "model_methods", selected(request, CALLS, SLOW))
 
 
-@pytest.mark.parametrize("how", [key for key, (name, *_) in CALLS.items() if name == "called"])
+@pytest.mark.parametrize("how", marked([key for key, (name, *_) in CALLS.items() if name == "called"], SLOW))
 def test_methods_run_with_the_values_that_the_module_has(found: list[dict[str, Any]], how: str) -> None:
     for rank in found:
         count, words, width, count_alone, words_alone, width_alone, loss, loss_alone = rank[how]
@@ -34,7 +35,7 @@ def test_methods_run_with_the_values_that_the_module_has(found: list[dict[str, A
         assert abs(loss / loss_alone - 1) < 1e-12
 
 
-@pytest.mark.parametrize("how", [key for key, (name, *_) in CALLS.items() if name == "trained"])
+@pytest.mark.parametrize("how", marked([key for key, (name, *_) in CALLS.items() if name == "trained"], SLOW))
 def test_what_methods_make_is_of_the_parallel_module(found: list[dict[str, Any]], how: str) -> None:
     assert all(rank[how] < 1e-9 for rank in found)
 

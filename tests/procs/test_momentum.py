@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from procs import momentum
+from procs.in_turn import marked
 
 from autopar.runtime.ranks.launch import run_local
 
@@ -17,7 +18,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", marked(CASES, {"batch cut", "gathered for a use"}))
 def test_trains_as_in_eager_mode(name: str) -> None:
     assert max(run_local(momentum.trains, 2, *CASES[name])) < 1e-9
 

@@ -17,7 +17,15 @@ CALLS: dict[str, tuple[Any, ...]] = {
     **{f"accumulated {cut}": ("accumulated", cut) for cut in other_shapes.CUTS},
     "with targets": ("with_targets",), "copied": ("copied",), "refused": ("refused",),
 }  # fmt: skip
-SLOW = {"epochs zero", "evaluated batch", "evaluated zero", "accumulated batch", "accumulated tensor"}
+SLOW = {
+    "epochs zero",
+    "epochs batch",
+    "compiled",
+    "evaluated batch",
+    "evaluated zero",
+    "accumulated batch",
+    "accumulated tensor",
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +33,7 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_local(several, 2, "other_shapes", selected(request, CALLS, SLOW))
 
 
-@pytest.mark.parametrize("how", [*marked([k for k in CALLS if k.startswith("epochs")], SLOW), "compiled"])
+@pytest.mark.parametrize("how", marked([k for k in CALLS if k.startswith(("epochs", "compiled"))], SLOW))
 def test_batches_of_other_sizes_train_as_on_one_device(found: list[dict[str, Any]], how: str) -> None:
     for worst, captures, kept in (rank[how] for rank in found):
         assert worst < 1e-9

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from procs import other_values
-from procs.in_turn import several
+from procs.in_turn import marked, selected, several
 
 from autopar.errors import RunError
 from autopar.runtime.ranks.launch import run_local
@@ -14,16 +14,17 @@ from autopar.runtime.ranks.launch import run_local
 CALLS: dict[str, tuple[Any, ...]] = {
     **{cut: ("scheduled", cut) for cut in other_values.CUTS}, "compiled": ("scheduled", "batch", True),
     "evaluated": ("evaluated",), "in stages": ("in_stages",), "apart": ("apart", "different"),
-    "without a plan": ("without_a_plan",),
+    "without a plan": ("without_a_plan",), "pinned": ("pinned",),
 }  # fmt: skip
+SLOW = {"batch", "tensor", "compiled"}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_local(several, 2, "other_values", CALLS)
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_local(several, 2, "other_values", selected(request, CALLS, SLOW))
 
 
-@pytest.mark.parametrize("how", [*other_values.CUTS, "compiled"])
+@pytest.mark.parametrize("how", marked([*other_values.CUTS, "compiled"], SLOW))
 def test_a_schedule_of_values_trains_as_in_eager_mode(found: list[dict[str, Any]], how: str) -> None:
     for worst, captures, kept in (rank[how] for rank in found):
         assert worst < 1e-9
@@ -33,6 +34,10 @@ def test_a_schedule_of_values_trains_as_in_eager_mode(found: list[dict[str, Any]
 
 def test_values_change_in_eval_mode(found: list[dict[str, Any]]) -> None:
     assert all(rank["evaluated"] < 1e-9 for rank in found)
+
+
+def test_pins_of_what_another_call_leaves_out_are_left_out_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    assert all(rank["pinned"] < 1e-9 for rank in found)
 
 
 def test_numbers_and_operators_of_a_pipeline_change(found: list[dict[str, Any]]) -> None:

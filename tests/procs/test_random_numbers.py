@@ -16,9 +16,14 @@ FIRST = "rows, sharded"
 CASES = {f"{how}, {mode}": ("alike", how, mode) for how in random_numbers.HOW for mode in ("torch", "sharded")}
 SLOW = {
     "queries, torch", "queries, sharded", "ring, sharded", "gathered and again, sharded", "own rows, torch",
-    "own rows in stages, torch", "seeded apart, sharded", "2 microbatches, torch",
+    "own rows in stages, torch", "own rows in stages, sharded", "own rows in 2 microbatches, sharded",
+    "seeded apart, sharded", "2 microbatches, torch", "2 microbatches, sharded", "4 microbatches, torch",
+    "columns, sharded", "ring, torch", "gathered and again, torch", "stages, sharded",
 }  # fmt: skip
-ON_FOUR = ("columns, torch", "stages, torch", "4 microbatches, sharded")
+ON_FOUR = {
+    f"on 4 ranks, {case}": CASES[case] for case in ("columns, torch", "stages, torch", "4 microbatches, sharded")
+}
+SLOW_ON_FOUR = {"on 4 ranks, columns, torch", "on 4 ranks, 4 microbatches, sharded"}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +35,9 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def on_four() -> list[dict[str, Any]]:
-    return run_local(several, 4, "random_numbers", {case: CASES[case] for case in ON_FOUR}, timeout=LONG)
+def on_four(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    calls = selected(request, ON_FOUR, SLOW_ON_FOUR)
+    return run_local(several, 4, "random_numbers", calls, timeout=LONG)
 
 
 def check(results: dict[str, Any], case: str, first: list[float], stands_elsewhere: bool = False) -> None:
@@ -51,7 +57,7 @@ def test_those_of_eager_mode_or_the_same_on_all_meshes(found: list[dict[str, Any
         check(results, case, results[FIRST][0], rank == 1 and case.startswith("seeded apart"))
 
 
-@pytest.mark.parametrize("case", ON_FOUR)
+@pytest.mark.parametrize("case", marked(ON_FOUR, SLOW_ON_FOUR))
 def test_on_2_by_2(found: list[dict[str, Any]], on_four: list[dict[str, Any]], case: str) -> None:
     for results in on_four:
         check(results, case, found[0][FIRST][0])

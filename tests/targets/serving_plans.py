@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from autopar.inference.records import (
+from autopar.serving.records import (
     BOTH,
     DECODE,
     PREFILL,

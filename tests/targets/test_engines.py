@@ -16,9 +16,9 @@ from command_line import command
 from targets.serving_plans import CLUSTER, random_plan, with_layout
 
 from autopar.errors import PlanError
-from autopar.inference.plan_file import dumps, load
-from autopar.inference.records import Formats, ServingPlan, Worker
-from autopar.inference.worker_memory import limit_of
+from autopar.serving.plan_file import dumps, load
+from autopar.serving.records import Formats, ServingPlan, Worker
+from autopar.serving.worker_memory import limit_of
 from autopar.targets.engines import engine_named, engines
 from autopar.targets.engines.serving_engine import Deployment, EngineFiles, deployment_of, export_to
 from autopar.targets.field_lists import field_list

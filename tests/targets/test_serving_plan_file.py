@@ -14,8 +14,8 @@ import pytest
 from targets.serving_plans import random_plan
 
 from autopar.errors import PlanError
-from autopar.inference.plan_file import dumps, load, loads
 from autopar.planfile import parse
+from autopar.serving.plan_file import dumps, load, loads
 
 SEEDS = range(60)
 APART = next(seed for seed in SEEDS if len(random_plan(seed).workers) == 2)

@@ -16,8 +16,9 @@ FLOORS = {
     "autopar.plans.regather": 3, "autopar.capture": 4, "autopar.planner": 5, "autopar.planner.planning": 6,
     "autopar.lower": 6, "autopar.runtime": 7, "autopar.certificate": 8, "autopar.comparison": 8, "autopar.planfile": 8,
     "autopar.frontends": 8, "autopar.report": 8, "autopar.profiling": 8, "autopar.launching": 8, "autopar.targets": 8,
-    "autopar.parallelizing": 9, "autopar.api": 9, "autopar.cli": 9, "autopar.elastic": 9, "autopar.__main__": 9,
-    "autopar.integrations": 9, "autopar.mcp_server": 9, "autopar.inference": 9, "autopar.inference.records": 2,
+    "autopar.parallelizing": 9, "autopar.api": 9, "autopar.plan_calls": 9, "autopar.cli": 9, "autopar.elastic": 9,
+    "autopar.__main__": 9, "autopar.integrations": 9, "autopar.mcp_server": 9, "autopar.inference": 9,
+    "autopar.serving": 9, "autopar.serving.records": 2,
 }  # fmt: skip
 
 

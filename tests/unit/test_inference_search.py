@@ -14,12 +14,12 @@ import autopar
 from autopar.cli import app
 from autopar.cli.common import UsageError
 from autopar.errors import ClusterError, InfeasibleError, PlanError
-from autopar.inference import search
-from autopar.inference.front import front
-from autopar.inference.layout_words import layout_in
-from autopar.inference.planning import check_load, plan_serving
-from autopar.inference.records import DECODE, PREFILL, ServingLoad
-from autopar.inference.worker_layouts import ModelShape, layouts_on
+from autopar.serving import search
+from autopar.serving.front import front
+from autopar.serving.layout_words import layout_in
+from autopar.serving.planning import check_load, plan_serving
+from autopar.serving.records import DECODE, PREFILL, ServingLoad
+from autopar.serving.worker_layouts import ModelShape, layouts_on
 from cost_models.serving.queueing import APART_SECONDS, engine_options, serve
 from hardware_profiles import load_cluster
 from hardware_profiles.engines import engine_named
@@ -237,7 +237,7 @@ def run(*words: str):
 
 def test_the_command(tmp_path):
     from autopar.cli.schemas.loading import load_answer
-    from autopar.inference.plan_file import loads
+    from autopar.serving.plan_file import loads
 
     config, plan, plot = tmp_path / "config.json", tmp_path / "plan.json", tmp_path / "front.svg"
     config.write_text(json.dumps({**CONFIG, "num_hidden_layers": 4}))

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.errors import PlanError
-from autopar.inference.attention_calls import attention_calls, seen_tokens
-from autopar.inference.forward_capture import captured_forward, most_positions
-from autopar.inference.model_work import ModelWork, WorkFinder
-from autopar.inference.number_formats import formats_of
-from autopar.inference.planning import shape_of
-from autopar.inference.records import WorkerLayout
-from autopar.inference.weight_cuts import weight_cuts
-from autopar.inference.worker_layouts import layout_work
+from autopar.serving.attention_calls import attention_calls, seen_tokens
+from autopar.serving.forward_capture import captured_forward, most_positions
+from autopar.serving.model_work import ModelWork, WorkFinder
+from autopar.serving.number_formats import formats_of
+from autopar.serving.planning import shape_of
+from autopar.serving.records import WorkerLayout
+from autopar.serving.weight_cuts import weight_cuts
+from autopar.serving.worker_layouts import layout_work
 from cost_models.serving.work import REQUESTS
 from hardware_profiles import load_cluster
 
@@ -247,7 +247,7 @@ def test_without_blocks_alike_the_work_is_the_same():
     """Tracing all blocks gives the work of tracing two of each kind."""
     from unittest import mock
 
-    with mock.patch("autopar.inference.skipped_blocks.TRACED", 100):
+    with mock.patch("autopar.serving.skipped_blocks.TRACED", 100):
         whole = captured_forward(MODELS["llama"](), (), IDS)
     assert not whole.times
     few = finder_of("llama").forward

@@ -14,8 +14,8 @@ from torch import nn
 
 import autopar
 from autopar.capture import capture
-from autopar.capture.batch_factor import MEAN
 from autopar.capture.in_parts import captured_in_parts, in_parts_of
+from autopar.capture.row_flows import MEAN
 
 CLASSES = 4
 

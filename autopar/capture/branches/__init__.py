@@ -15,6 +15,6 @@ So the model is traced several times, with other answers, and the graphs become 
 :mod:`.observed_run`       ... as a run of the model on it says; :mod:`.numbers_given`: to functions of torch that take
                            sizes
 :mod:`.masks`              of these: whether a mask selects any rows, which is no branch that matters
-:mod:`.only_rows`          which of those do nothing but work on these rows
+:mod:`.only_rows`          which of those do nothing but work on these rows; :mod:`.syntax`: read from the code
 ========================== ============================================================================================
 """

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+from autopar.capture.branches.syntax import function_at, indices, name_of, of_type, outside_indices, read_of, receiver
 from autopar.capture.python.bytecode import place_in
 
 ADD_ROWS = {"index_add", "index_put", "index_copy", "scatter_add", "scatter_reduce", "masked_scatter",
@@ -50,19 +51,19 @@ def only_rows(frame: FrameType) -> bool:
 def loop_of_rows(frame: FrameType) -> bool:
     """Check that each turn of the loop that a user's frame begins now only works on rows that it finds."""
     file = frame.f_code.co_filename
-    function = _function_at("".join(linecache.getlines(file)), frame.f_code.co_firstlineno)
+    function = function_at("".join(linecache.getlines(file)), frame.f_code.co_firstlineno)
     if function is None:
         return False
-    for loop in _of_type(function, ast.For):
+    for loop in of_type(function, ast.For):
         if not loop.iter.lineno <= frame.f_lineno <= (loop.iter.end_lineno or 0) or loop.orelse:
             continue
         places = loop.iter
-        found_here = isinstance(places, ast.Call) and _name_of(places.func) in PLACES
+        found_here = isinstance(places, ast.Call) and name_of(places.func) in PLACES
         if not (found_here or isinstance(places, ast.Name)) or not isinstance(loop.target, ast.Name):
             return False
         inside = {id(n) for statement in loop.body for n in ast.walk(statement)}
         name = loop.target.id
-        used = [n for n in _of_type(function, ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
+        used = [n for n in of_type(function, ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
         return all(id(n) in inside for n in used) and _Branch(function, loop.body, set(), name).only_rows()
     return False
 
@@ -104,7 +105,7 @@ def _question_of(frame: FrameType) -> _Question | None:
 
 @functools.lru_cache(maxsize=4096)
 def _question_at(source: str, first_line: int, line: int, column: int | None) -> _Question | None:
-    function = _function_at(source, first_line)
+    function = function_at(source, first_line)
     found = _branch_in(function.body, line, None) if function is not None else None
     if function is None or found is None:
         return None
@@ -162,8 +163,8 @@ class _WrittenOut(ast.NodeTransformer):
         return self.visit(node.value)  # type: ignore[no-any-return]
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        bound = [n for n in _of_type(self.function, ast.Name) if n.id == node.id and isinstance(n.ctx, ast.Store)]
-        given = [n for n in _of_type(self.function, ast.Assign | ast.AnnAssign) if n.value is not None and bound and (
+        bound = [n for n in of_type(self.function, ast.Name) if n.id == node.id and isinstance(n.ctx, ast.Store)]
+        given = [n for n in of_type(self.function, ast.Assign | ast.AnnAssign) if n.value is not None and bound and (
                  bound[0] in (n.targets if isinstance(n, ast.Assign) else [n.target]))]  # fmt: skip
         if len(bound) == 1 and len(given) == 1 and _says_how_many(given[0].value):
             return self.visit(copy.deepcopy(given[0].value))  # type: ignore[no-any-return]
@@ -185,7 +186,7 @@ def _says_how_many(value: ast.expr) -> bool:
     of_torch = isinstance(value.func, ast.Attribute) and not _is_module(value.func.value)
     of = value.func.value if of_torch else value.args[0] if len(value.args) == 1 else None  # type: ignore[attr-defined]
     n_args = len(value.args) - (not of_torch)
-    return _name_of(value.func) in HOW_MANY and n_args == (_name_of(value.func) == "size") and of is not None and (
+    return name_of(value.func) in HOW_MANY and n_args == (name_of(value.func) == "size") and of is not None and (
         _is_named(of) or _says_how_many(of)
     )  # fmt: skip
 
@@ -201,7 +202,7 @@ def _is_named(value: ast.expr) -> bool:
 
 def _tells_any_from_none(test: ast.expr) -> bool:
     """Check that a question tells none from any, and nothing else: ``n > 0``, and not ``n > 3``."""
-    if any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add | ast.Sub | ast.Mult) for n in _outside_indices(test)):
+    if any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add | ast.Sub | ast.Mult) for n in outside_indices(test)):
         return False
     if not isinstance(test, ast.Compare):
         return True
@@ -247,37 +248,7 @@ SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 
 def _asked_in(test: ast.expr) -> set[str]:
     """Return names of what a question is about."""
-    return {n.id for n in _of_type(test, ast.Name)} - NO_TENSORS - _indices(test)
-
-
-def _outside_indices(test: ast.expr) -> Iterator[ast.AST]:
-    inside = {id(n) for part in _of_type(test, ast.Subscript) for n in ast.walk(part.slice)}
-    return (n for n in ast.walk(test) if id(n) not in inside)
-
-
-def _indices(test: ast.expr) -> set[str]:
-    """Return names that only say which element is asked for: the ``e`` of ``counts[e]``."""
-    inside = [n for part in _of_type(test, ast.Subscript) for n in _of_type(part.slice, ast.Name)]
-    places = {id(n) for n in inside}
-    return {n.id for n in inside} - {n.id for n in _of_type(test, ast.Name) if id(n) not in places}
-
-
-@functools.lru_cache(maxsize=64)
-def _tree(source: str) -> ast.Module | None:
-    try:
-        return ast.parse(source)
-    except SyntaxError:
-        return None
-
-
-def _function_at(source: str, first_line: int) -> ast.FunctionDef | None:
-    tree = _tree(source)
-    for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, ast.FunctionDef):
-            begins = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            if begins == first_line:
-                return node
-    return None
+    return {n.id for n in of_type(test, ast.Name)} - NO_TENSORS - indices(test)
 
 
 def _branch_in(statements: Statements, line: int, rest: Statements | None) -> tuple[ast.If, Statements | None] | None:
@@ -310,15 +281,15 @@ class _Branch:
         self.turns = {turn} - {""}
         """Names of the number of the turn."""
         self.of_rows = set(asked)
-        for node in _of_type(function, ast.Assign):  # the rows of the mask, and the mask of the rows
-            if any(call.attr in FIND_ROWS for call in _of_type(node.value, ast.Attribute)):
-                names = {n.id for n in _of_type(node, ast.Name)} - NO_TENSORS
+        for node in of_type(function, ast.Assign):  # the rows of the mask, and the mask of the rows
+            if any(call.attr in FIND_ROWS for call in of_type(node.value, ast.Attribute)):
+                names = {n.id for n in of_type(node, ast.Name)} - NO_TENSORS
                 if names & asked and not any(isinstance(n, ast.Subscript) for n in ast.walk(node.value)):
                     self.of_rows |= names
             target, shaped = node.targets[0], _shaped(node.value)
             if shaped and isinstance(target, ast.Name) and {target.id, shaped} & asked:
                 self.of_rows |= {target.id, shaped}
-        self.ends = {node.targets[0].id: start for node in _of_type(function, ast.Assign)
+        self.ends = {node.targets[0].id: start for node in of_type(function, ast.Assign)
                      if isinstance(node.targets[0], ast.Name) and (start := self._starts(node.value))}  # fmt: skip
         """Names of the ends of the rows, and of where they start."""
         self.assigned: set[str] = set()
@@ -337,7 +308,7 @@ class _Branch:
             return False
         if self._moves_on(node):
             return True
-        finds = any(call.attr in FIND_ROWS for call in _of_type(node.value, ast.Attribute))
+        finds = any(call.attr in FIND_ROWS for call in of_type(node.value, ast.Attribute))
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for target in targets:
             for part in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
@@ -348,17 +319,17 @@ class _Branch:
                 if isinstance(node, ast.AugAssign):
                     if part.id not in self.assigned:
                         return False
-                elif not (self._adds_rows(node.value, "") and _receiver(node.value) == part.id):
+                elif not (self._adds_rows(node.value, "") and receiver(node.value) == part.id):
                     self.assigned.add(part.id)
                     if finds or self._names_rows(node.value) or self._compares_turn(node.value):
                         self.of_rows.add(part.id)
-                    if _read_of(node.value) in self.turns:
+                    if read_of(node.value) in self.turns:
                         self.turns.add(part.id)
         return True
 
     def _compares_turn(self, value: ast.expr) -> bool:
         """Check that an expression is a mask of the loop's own number: ``(picked == e).any(-1)``."""
-        compared = [n for n in _of_type(value, ast.Compare) if isinstance(n.ops[0], ast.Eq)]
+        compared = [n for n in of_type(value, ast.Compare) if isinstance(n.ops[0], ast.Eq)]
         sides = [[n.left, *n.comparators] for n in compared]
         return any(isinstance(x, ast.Name) and x.id in self.turns for side in sides for x in side)
 
@@ -385,14 +356,14 @@ class _Branch:
         """Check that an expression is ``parts.append(rows)``, of a list that the function only joins."""
         if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr != "append":
             return False
-        name, inside = _receiver(value), value.args
+        name, inside = receiver(value), value.args
         if not name or len(inside) != 1 or not self._names_rows(inside[0]) or not self._changes_nothing_else(inside[0]):
             return False
-        calls = [call for call in _of_type(self.function, ast.Call) if _name_of(call.func) in JOINS]
+        calls = [call for call in of_type(self.function, ast.Call) if name_of(call.func) in JOINS]
         joined = {id(arg) for call in calls for arg in call.args} | _asked_for_any(self.function)
-        appended = {id(call.func.value) for call in _of_type(self.function, ast.Call)
+        appended = {id(call.func.value) for call in of_type(self.function, ast.Call)
                     if isinstance(call.func, ast.Attribute) and call.func.attr == "append"}  # fmt: skip
-        reads = [n for n in _of_type(self.function, ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
+        reads = [n for n in of_type(self.function, ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
         return all(id(n) in joined or id(n) in appended for n in reads)
 
     def _adds_rows(self, value: ast.expr, ending: str) -> bool:
@@ -408,58 +379,38 @@ class _Branch:
         """Check that all that an expression changes in place is made of the rows."""
         if any(isinstance(n, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for n in ast.walk(value)):
             return False
-        for call in _of_type(value, ast.Call):
+        for call in of_type(value, ast.Call):
             name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
             if name.endswith("_") and not name.endswith("__") and not self._names_rows(call.func):
                 return False
         return True
 
     def _names_rows(self, node: ast.AST) -> bool:
-        return any(n.id in self.of_rows or n.id in self.ends for n in _of_type(node, ast.Name))
+        return any(n.id in self.of_rows or n.id in self.ends for n in of_type(node, ast.Name))
 
     def _read_elsewhere(self) -> bool:
         """Check that something outside of the branch reads a name that it assigns."""
         inside = {id(n) for statement in self.branch for n in ast.walk(statement)}
         return any(
             n.id in self.assigned and isinstance(n.ctx, ast.Load) and id(n) not in inside
-            for n in _of_type(self.function, ast.Name)
+            for n in of_type(self.function, ast.Name)
         )
 
 
 def _shaped(value: ast.expr) -> str:
     """Return the name of the tensor that an expression reshapes: ``mask.view(-1)``; empty for any other."""
     func = value.func if isinstance(value, ast.Call) else None
-    return _receiver(value) if isinstance(func, ast.Attribute) and func.attr in SHAPED else ""
+    return receiver(value) if isinstance(func, ast.Attribute) and func.attr in SHAPED else ""
 
 
 def _asked_for_any(function: ast.FunctionDef) -> set[int]:
     """Return the names that a function asks for any elements, by identity: ``if len(x)``, ``if len(x) > 0``."""
     found: set[int] = set()
-    for branch in _of_type(function, ast.If | ast.IfExp):
+    for branch in of_type(function, ast.If | ast.IfExp):
         test = branch.test.operand if isinstance(branch.test, ast.UnaryOp) else branch.test
         if isinstance(test, ast.Compare):
             with_zero = all(isinstance(n, ast.Constant) and n.value == 0 for n in test.comparators)
             test = test.left if with_zero else test
-        if isinstance(test, ast.Call) and _name_of(test.func) == "len":
+        if isinstance(test, ast.Call) and name_of(test.func) == "len":
             found |= {id(arg) for arg in test.args}
     return found
-
-
-def _name_of(function: ast.expr) -> str:
-    """Return the name under which a function is called, without its module."""
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-
-
-def _read_of(value: ast.expr) -> str:
-    """Return the name of the tensor whose number an expression reads: ``e.item()``; empty for any other."""
-    return _receiver(value) if isinstance(value, ast.Call) and _name_of(value.func) == "item" else ""
-
-
-def _receiver(value: ast.expr) -> str:
-    """Return the name of the object of a method call; empty if it has none."""
-    func = value.func if isinstance(value, ast.Call) else None
-    return func.value.id if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) else ""
-
-
-def _of_type(node: ast.AST, kind: Any) -> Iterator[Any]:
-    return (n for n in ast.walk(node) if isinstance(n, kind))

@@ -9,7 +9,7 @@ import json
 import shlex
 from collections.abc import Callable
 
-from autopar.inference.records import ServingPlan, Worker
+from autopar.serving.records import ServingPlan, Worker
 from autopar.targets.engines.serving_engine import Deployment, Settings
 from autopar.words.texts import show_bytes, show_seconds
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from autopar.errors import PlanError
-from autopar.inference.records import DECODE, PREFILL, ServingPlan, Worker
+from autopar.serving.records import DECODE, PREFILL, ServingPlan, Worker
 from hardware_profiles import Cluster
 from hardware_profiles.usable_memory import driver_bytes
 

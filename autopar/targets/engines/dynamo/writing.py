@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autopar.inference.records import BOTH, Worker
+from autopar.serving.records import BOTH, Worker
 from autopar.targets.engines import sglang, tensorrt_llm, vllm
 from autopar.targets.engines.scripts import flags_of, head
 from autopar.targets.engines.serving_engine import (

@@ -7,7 +7,7 @@ context parallel ranks, and experts in expert and tensor parallel ones, each div
 
 from __future__ import annotations
 
-from autopar.inference.records import Worker
+from autopar.serving.records import Worker
 from autopar.targets.engines.scripts import flags_of, quoted, script_of, starts
 from autopar.targets.engines.serving_engine import (
     Deployment,

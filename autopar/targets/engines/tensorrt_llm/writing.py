@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.inference.records import PREFILL, Worker
+from autopar.serving.records import PREFILL, Worker
 from autopar.targets.engines.scripts import PORT, quoted, script_of, starts, yaml_of
 from autopar.targets.engines.serving_engine import (
     Deployment,

@@ -6,7 +6,7 @@ Names of options and their values are those of ``fields.json``, which vLLM's own
 
 from __future__ import annotations
 
-from autopar.inference.records import DECODE, PREFILL, Worker
+from autopar.serving.records import DECODE, PREFILL, Worker
 from autopar.targets.engines.scripts import quoted, script_of, starts, yaml_of
 from autopar.targets.engines.serving_engine import (
     Deployment,

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from autopar.capture.batch_factor import LABELLED, FollowedRows, inputs_with_rows
+from autopar.capture.batch_factor import LABELLED, inputs_with_rows
 from autopar.capture.batch_totals import Ahead, Totals
 from autopar.capture.in_parts import numbers_in
+from autopar.capture.row_flows import FollowedRows
 from autopar.errors import CaptureError, PlanError
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.one_device import one_device

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
-from autopar.inference.front import PricedDeployment, missed
-from autopar.inference.model_work import ModelWork
-from autopar.inference.records import BOTH, DECODE, PREFILL, Served, ServingLoad, Worker, WorkerLayout
-from autopar.inference.worker_layouts import ModelShape, layout_work, layouts_on
-from autopar.inference.worker_memory import memory_of, most_requests
-from cost_models.serving.queueing import ServedTimes, engine_options, serve
+from autopar.serving.front import PricedDeployment, missed
+from autopar.serving.model_work import ModelWork
+from autopar.serving.records import BOTH, DECODE, PREFILL, Served, ServingLoad, Worker, WorkerLayout
+from autopar.serving.worker_layouts import ModelShape, layout_work, layouts_on
+from autopar.serving.worker_memory import memory_of, most_requests
+from cost_models.serving.queueing import ServedTimes, engine_options, serve, serve_disaggregated
 from cost_models.serving.step_price import StepPrice, step_seconds
 from cost_models.serving.work import Prefill, StepBatch, StepWork
 from hardware_profiles import Cluster, Device
@@ -362,8 +362,6 @@ def _best(found: Iterable[Way], key: Callable[[Way], tuple[float, float]]) -> li
 
 
 MOST_WAYS = 24
-SETTLED = 3
-"""Times that requests in flight are found again from the seconds of a token."""
 
 
 def _combined(
@@ -385,17 +383,16 @@ def _combined(
     work = p.laid.work
     prompt = load.input_tokens * work.cache_bytes_per_token + work.window_cache_bytes
     moved = transfer(prompt) if prompt else 0.0
-    used = rate / (x * p.rate)
-    queue = p.seconds * used / (2 * max(0.1, 1 - used)) if used < 1 else p.seconds  # of even arrivals in batches
-    requests = max(1, round(d.requests * min(1.0, rate / (y * d.rate))))
-    context = load.mean_context
-    step = d.laid.price(StepBatch((), requests, context))
-    for _ in range(SETTLED if load.requests_per_second is not None else 0):  # fewer in flight are faster: still fewer
-        held = rate / (y * d.laid.layout.attention_data) * step.seconds * max(1, load.output_tokens - 1)
-        requests = max(1, min(requests, round(held)))
-        step = d.laid.price(StepBatch((), requests, context))
-    first = p.seconds + queue + moved + step.seconds + setting.engine.first_token_seconds
-    times = ServedTimes(first, step.seconds, rate * load.output_tokens, rate)
+    ranks = y * d.laid.layout.attention_data
+    times = serve_disaggregated(
+        lambda _: p.seconds, d.laid.seconds, input_tokens=load.input_tokens, output_tokens=load.output_tokens,
+        prefix_tokens=load.prefix_tokens, prefill_workers=x * p.laid.layout.attention_data, decode_workers=ranks,
+        prefill_batch=p.batch, decode_in_flight=d.requests, transfer_seconds=moved, requests_per_second=rate,
+        overhead_seconds=setting.engine.first_token_seconds,
+    )  # fmt: skip
+    held = times.requests_per_second * max(1, load.output_tokens - 1) * times.token_seconds / ranks
+    requests = min(d.requests, max(1, round(held)))
+    step = d.laid.price(StepBatch((), requests, load.mean_context))
     devices = x * size_p + y * size_d
     full = "cache" if requests == d.laid.most else ""
     served = _served(setting, times, 1, step.parts, moved, full)

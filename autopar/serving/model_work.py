@@ -14,9 +14,15 @@ from functools import cached_property
 from math import prod
 from typing import TypeVar
 
-from autopar.inference.attention_calls import AttentionCall, attention_calls, rules_by_number
-from autopar.inference.forward_capture import Forward
-from autopar.inference.product_facts import (
+from autopar.planner.intra_op.building.space import fitting_strategy
+from autopar.plans.plan import StagePlan
+from autopar.rules.experts.expert_block import BLOCK
+from autopar.rules.experts.experts import EXPERTS
+from autopar.rules.local_calls import cuts_of
+from autopar.rules.strategy import Strategy
+from autopar.serving.attention_calls import AttentionCall, attention_calls, rules_by_number
+from autopar.serving.forward_capture import Forward
+from autopar.serving.product_facts import (
     StoredProduct,
     expert_matrices,
     of_tokens,
@@ -25,14 +31,8 @@ from autopar.inference.product_facts import (
     sizes_of,
     unmoved,
 )
-from autopar.inference.records import Formats
-from autopar.inference.row_kernels import row_kernels
-from autopar.planner.intra_op.building.space import fitting_strategy
-from autopar.plans.plan import StagePlan
-from autopar.rules.experts.expert_block import BLOCK
-from autopar.rules.experts.experts import EXPERTS
-from autopar.rules.local_calls import cuts_of
-from autopar.rules.strategy import Strategy
+from autopar.serving.records import Formats
+from autopar.serving.row_kernels import row_kernels
 from autopar.words.graph import Node, Ref
 from autopar.words.placements import State, Step, whole_state
 from autopar.words.shards import local_shape

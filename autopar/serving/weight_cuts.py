@@ -14,11 +14,11 @@ from dataclasses import replace
 from math import prod
 
 from autopar.errors import InfeasibleError, MeshError, PlanError
-from autopar.inference.attention_calls import rules_by_number
-from autopar.inference.model_work import WorkFinder
-from autopar.inference.product_facts import StoredProduct
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.plans.plan import StagePlan
+from autopar.serving.attention_calls import rules_by_number
+from autopar.serving.model_work import WorkFinder
+from autopar.serving.product_facts import StoredProduct
 from autopar.words.meshes import Mesh
 from cost_models.serving.work import TOKENS
 from hardware_profiles import Cluster

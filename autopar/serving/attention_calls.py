@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.inference.known_values import value_of
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
+from autopar.serving.known_values import value_of
 from autopar.words.graph import Graph, Node, Ref
 
 FUSED = "aten.scaled_dot_product_attention.default"

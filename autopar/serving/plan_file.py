@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import PlanError, closest
-from autopar.inference.records import BOTH, DECODE, PREFILL, ServingPlan, Worker, WorkerLayout
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.parsing import SERVING_KIND, is_serving
 from autopar.planfile.reading import read
+from autopar.serving.records import BOTH, DECODE, PREFILL, ServingPlan, Worker, WorkerLayout
 from hardware_profiles.strict import Unreadable, parse_json, shortened
 
 VERSION = 1

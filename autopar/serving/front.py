@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.inference.records import PREFILL, Served, ServingLoad, Worker
+from autopar.serving.records import PREFILL, Served, ServingLoad, Worker
 from autopar.words.texts import show_seconds
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autopar.errors import PlanError, closest
-from autopar.inference.records import WorkerLayout
-from autopar.inference.worker_layouts import ModelShape
+from autopar.serving.records import WorkerLayout
+from autopar.serving.worker_layouts import ModelShape
 
 WORDS = ("tp", "pp", "dp", "cp", "ep", "etp", "batch")
 """Tensor, stages, attention data, context, experts, tensor of an expert; requests on an attention data rank."""

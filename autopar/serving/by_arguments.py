@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import ClusterError, PlanError, closest
-from autopar.inference.records import ServingLoad, ServingPlan
 from autopar.parallelizing.call_examples import example_of
 from autopar.plans.clusters import get_cluster, reference
 from autopar.plans.plan_options import MODES, TRAINING
+from autopar.serving.records import ServingLoad, ServingPlan
 
 ARGUMENTS = {
     "input_tokens": int, "output_tokens": int, "prefix_tokens": int, "first_token_seconds": float,
@@ -64,7 +64,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _planned(given: Mapping[str, Any], serving: Mapping[str, Any]) -> ServingPlan:
-    from autopar.inference.planning import plan_serving  # scripts that train have no use for it
+    from autopar.serving.planning import plan_serving  # scripts that train have no use for it
 
     lengths = ServingLoad.__dataclass_fields__
     load = ServingLoad(**{name: value for name, value in serving.items() if name in lengths})

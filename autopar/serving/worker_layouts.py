@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TypeVar
 
-from autopar.inference.model_work import ModelWork
-from autopar.inference.records import WorkerLayout
+from autopar.serving.model_work import ModelWork
+from autopar.serving.records import WorkerLayout
 from cost_models.serving.work import FORMAT_BYTES, Attention, Experts, MatrixProduct, StepExchange, StepWork
 
 Counted = TypeVar("Counted", MatrixProduct, Attention, Experts, StepExchange)

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from autopar.errors import ClusterError, InfeasibleError, PlanError
-from autopar.inference.attention_calls import attention_calls, seen_tokens
-from autopar.inference.forward_capture import Forward, captured_forward, most_positions
-from autopar.inference.front import PricedDeployment, front, missed, order, ranked
-from autopar.inference.layout_words import layout_in
-from autopar.inference.model_work import ModelWork, WorkFinder
-from autopar.inference.number_formats import formats_of, note_on_formats
-from autopar.inference.product_facts import expert_matrices
-from autopar.inference.records import BOTH, DEFAULT_ENGINE, Formats, ServingLoad, ServingPlan
-from autopar.inference.search import (
+from autopar.plans.plan import StagePlan
+from autopar.serving.attention_calls import attention_calls, seen_tokens
+from autopar.serving.forward_capture import Forward, captured_forward, most_positions
+from autopar.serving.front import PricedDeployment, front, missed, order, ranked
+from autopar.serving.layout_words import layout_in
+from autopar.serving.model_work import ModelWork, WorkFinder
+from autopar.serving.number_formats import formats_of, note_on_formats
+from autopar.serving.product_facts import expert_matrices
+from autopar.serving.records import BOTH, DEFAULT_ENGINE, Formats, ServingLoad, ServingPlan
+from autopar.serving.search import (
     LaidOut,
     SearchSetting,
     aggregated,
@@ -30,11 +31,11 @@ from autopar.inference.search import (
     powers_of_two,
     worker_sizes,
 )
-from autopar.inference.weight_cuts import CutsImpossible, weight_cuts
-from autopar.inference.worker_layouts import ModelShape
-from autopar.inference.worker_memory import limit_of
-from autopar.plans.plan import StagePlan
+from autopar.serving.weight_cuts import CutsImpossible, weight_cuts
+from autopar.serving.worker_layouts import ModelShape
+from autopar.serving.worker_memory import limit_of
 from autopar.words.texts import show_bytes, show_seconds
+from cost_models.mesh_links import mesh_axes
 from cost_models.serving.work import REQUESTS
 from hardware_profiles import Cluster
 from hardware_profiles.engines import engine_named
@@ -253,14 +254,10 @@ def _priced(setting: SearchSetting, words: str, refused: Mapping[int, str]) -> P
 
 
 def _moved(cluster: Cluster, devices: int, n_bytes: float) -> float:
-    """Return the seconds in which one device sends bytes to one of another worker, over the slowest link between."""
-    links = [link for _, _, link in cluster.graph.edges(data="link")]
-    if not links or devices < 2:
+    """Return the seconds in which the first device sends bytes to the last one, which is of another worker."""
+    if devices < 2:
         return 0.0
-    across = cluster.node_of[0] != cluster.node_of[devices - 1]
-    own = [link for a, b, link in cluster.graph.edges(data="link") if 0 in (a, b)]
-    link = (min if across else max)(own, key=lambda each: each.bandwidth_bytes_per_second)
-    return link.latency_seconds + n_bytes / link.bandwidth_bytes_per_second
+    return mesh_axes(cluster, {"pair": 2}, [0, devices - 1])["pair"].seconds("send_recv", n_bytes)
 
 
 def _notes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.inference.records import ServingLoad, WorkerLayout, WorkerMemory
+from autopar.serving.records import ServingLoad, WorkerLayout, WorkerMemory
 from cost_models.serving.work import StepWork
 from hardware_profiles import Device
 from hardware_profiles.engines import Engine

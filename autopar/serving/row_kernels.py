@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.inference.attention_calls import rules_by_number
 from autopar.rules.operator_work import FUSED
+from autopar.serving.attention_calls import rules_by_number
 from autopar.words.graph import Graph, Ref
 from cost_models.operator_cost import COMPUTE_KINDS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.errors import PlanError, closest
-from autopar.inference.records import Formats
+from autopar.serving.records import Formats
 from hardware_profiles import Device
 
 CACHES = ("bf16", "fp8")

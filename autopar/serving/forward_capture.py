@@ -13,8 +13,8 @@ import torch
 import autopar.rules  # noqa: F401  (registers the rules)
 from autopar.capture import Captured, capture
 from autopar.errors import CaptureError, PlanError
-from autopar.inference.skipped_blocks import NotAlike, SkippedBlocks
 from autopar.parallelizing.forward_only import frozen
+from autopar.serving.skipped_blocks import NotAlike, SkippedBlocks
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph, Node, Ref
 
