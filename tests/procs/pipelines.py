@@ -300,6 +300,8 @@ def evaluates_one(config: Config) -> dict[str, Any]:
         pm.train()
         with pytest.raises(RunError, match="train_step"):
             pm(*case.batch[0], **case.batch[1])
+        with pytest.raises(RunError, match="microbatches is 3, and a pipeline's schedule says how many a step has"):
+            pm.train_step(*case.batch[0], microbatches=3, **case.batch[1])
     state = pm.full_state_dict()
     found["weight"] = difference(state, reference.model.state_dict()) if state else (0.0, "")
     return found

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.runtime.ranks import ended, failures, watch
+from autopar.runtime.ranks import ended, failures, store_names, watch
 from autopar.runtime.ranks.failures import Failures
 from autopar.torch_private import default_store
 
@@ -30,7 +30,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Failures]]:
     monkeypatch.setattr(failures, "default_timeout_seconds", lambda: 1.0)
     made = []
     for rank in range(3):
-        monkeypatch.setattr(failures, "_MADE", {})
+        monkeypatch.setattr(store_names, "_numbers", {})
         with mock.patch.object(dist, "get_rank", return_value=rank):
             made.append(Failures(range(3)))
     yield made

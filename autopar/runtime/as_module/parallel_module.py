@@ -26,6 +26,7 @@ from autopar.runtime.batches.local_batch import sampler_of, sharded
 from autopar.runtime.batches.row_sampler import RowSampler
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from autopar.runtime.one_mesh.mesh_step import MeshRun
+from autopar.runtime.parameters.state import whole_of
 from autopar.runtime.pipelines.pipeline import PipelineRun
 from autopar.runtime.repairs.dtensor_fixes import note_state
 from autopar.runtime.variants.run import EXTRA, FORWARD_ALONE, ParallelRun
@@ -384,8 +385,7 @@ class ParallelModule(Derived):
         """
         if self._autopar.leads is not None:
             return _in_stages(self, "clip_grad_norm_").clip_grad_norm_(max_norm, norm_type)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole_of(torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type))
 
 
 def parallel(run: ParallelRun) -> Any:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
-from autopar.capture.microbatches import have_rows, part_of_batch, rows_of
+from autopar.capture.microbatches import have_rows, rows_of
 from autopar.errors import CaptureError, MeshError, RunError
 from autopar.runtime.batches.row_sampler import RowSampler, Samplers
 from autopar.runtime.batches.uneven_rows import Exchange, OwnOfUneven, put_together
@@ -175,18 +175,6 @@ class RowsOfRanks:
         ]  # fmt: skip
         positional, by_name = pytree.tree_unflatten(joined, spec)
         return positional, by_name
-
-    def parts(
-        self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], count: int, device_mesh: DeviceMesh
-    ) -> list[Call]:
-        """Return the calls of a step in ``count`` microbatches, each with rows of every rank.
-
-        Raises:
-            CaptureError: the rows do not divide.
-        """
-        batch = tuple(args), dict(kwargs)
-        pieces = [part_of_batch(batch, count, number, self.without) for number in range(count)]
-        return [self.whole(some, by_name, device_mesh) for some, by_name in pieces]
 
     def microbatches(
         self, tensors: Mapping[str, torch.Tensor], cut: Collection[int], count: int

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.runtime.ranks.collectives import all_gather_flat
-from autopar.runtime.ranks.streams import current_stream
+from autopar.runtime.ranks.streams import OnHost
 from autopar.words.placements import State
 
 SAMPLE = 4096
@@ -158,25 +158,13 @@ class Arriving:
     """Numbers of some ranks, [ranks, numbers of each], on their way from the device."""
 
     def __init__(self, forms: Sequence[Outline], bits: torch.Tensor, sums: torch.Tensor) -> None:
-        self.forms, self.bits, self.sums = forms, bits, sums
-        self.copied: Any = None
-        device = bits.device
-        if device.type != "cpu":
-            self.bits, self.sums = (
-                torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=device.type == "cuda").copy_(
-                    x, non_blocking=True
-                ) for x in (bits, sums)
-            )  # fmt: skip
-            self.copied = torch.get_device_module(device).Event()
-            self.copied.record(current_stream(device))  # of that device, whichever is the current one
+        self.forms, self.numbers = forms, OnHost(bits, sums)
 
     def values(self) -> list[Values | None]:
         """Return the values of each rank, waiting for them; None for one that had another form."""
-        if self.copied is not None:
-            self.copied.synchronize()
         return [
             form.values(bits, sums) if bits[0] == form.checksum else None
-            for form, bits, sums in zip(self.forms, self.bits.tolist(), self.sums.tolist(), strict=True)
+            for form, bits, sums in zip(self.forms, *self.numbers.tolist(), strict=True)
         ]
 
 

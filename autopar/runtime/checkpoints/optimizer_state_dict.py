@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank
+from autopar.runtime.parameters.state import whole_of
 from autopar.runtime.ranks.agree import everywhere
 from autopar.runtime.variants.run import ParallelRun, on_all_ranks
 from autopar.words.trees import PyTree
@@ -125,8 +125,7 @@ def load_full_optimizer_state_dict(
 def _whole(value: PyTree, keep: bool) -> PyTree:
     """Return a value of a state as one device has it, on the CPU; the ranks that share a DTensor call this together."""
     if isinstance(value, torch.Tensor):
-        detached: Any = value.detach()
-        whole: torch.Tensor = detached.full_tensor() if isinstance(detached, DTensor) else detached
+        whole = whole_of(value.detach())
         return whole.to("cpu", copy=True) if keep else None
     if isinstance(value, Mapping):
         return {key: _whole(item, keep) for key, item in value.items()}

@@ -22,7 +22,7 @@ from autopar.runtime.checkpoints.durable_files import SummedFile
 from autopar.runtime.checkpoints.full_state_dict import by_source, misfit, specs_of
 from autopar.runtime.checkpoints.safetensors_files import INDEX, NAMES, SINGLE, Writer
 from autopar.runtime.checkpoints.safetensors_files import stored_tensors as tensors_in
-from autopar.runtime.parameters.state import box_held
+from autopar.runtime.parameters.state import box_held, whole_of
 from autopar.runtime.ranks.agree import everywhere
 from autopar.runtime.ranks.collectives import as_sent
 from autopar.runtime.variants.run import ParallelRun, on_all_ranks
@@ -204,7 +204,7 @@ def _at_first(
     me, whole = dist.get_rank(), None
     if value is not None:
         value = value.detach()
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = whole_of(value)
     if sender == first:
         return whole if me == first else None
     if me == sender:

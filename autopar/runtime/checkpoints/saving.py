@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RunError
 from autopar.runtime.checkpoints.durable_files import summed, sync_folder
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank, full_state_dict
+from autopar.runtime.parameters.state import whole_of
 from autopar.runtime.ranks.agree import everywhere
 from autopar.runtime.repairs.dtensor_fixes import meet_at
 from autopar.runtime.variants.run import EXTRA, is_parallel
@@ -98,8 +99,7 @@ def _whole(value: PyTree, keep: bool) -> PyTree:
     if is_parallel(value):
         return full_state_dict(value)
     if isinstance(value, DTensor):
-        detached: Any = value.detach()
-        whole: torch.Tensor = detached.full_tensor()
+        whole = whole_of(value.detach())
         return whole.to("cpu", copy=True) if keep else None
     if isinstance(value, OnFirstRank):
         return {}

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.ranks.streams import OnHost
 from autopar.words.graph import Graph
 from autopar.words.placements import State
 
@@ -20,12 +21,11 @@ class Took:
 
     Args:
         parts: the parts of the program that was called.
-        flags: bool [n], those of all its buffers; on an accelerator a copy in the host's memory that is on its way.
-        arrived: the event after which it is there.
+        flags: bool [n], those of all its buffers.
     """
 
-    def __init__(self, parts: TakingPart, flags: torch.Tensor, arrived: torch.Event | None) -> None:
-        self._parts, self._flags, self._arrived = parts, flags, arrived
+    def __init__(self, parts: TakingPart, flags: torch.Tensor) -> None:
+        self._parts, self._flags = parts, OnHost(flags)
 
     @property
     def conditional(self) -> frozenset[str]:
@@ -35,9 +35,7 @@ class Took:
     @cached_property
     def names(self) -> frozenset[str]:
         """The parameters that this call used, of those that some calls do not use."""
-        if self._arrived is not None:
-            self._arrived.synchronize()  # the forward is over by the time its backward hands gradients over
-        up = self._flags.tolist()  # on the host
+        (up,) = self._flags.tolist()  # the forward is over by the time its backward hands gradients over
         return frozenset(name for name, elements in self._parts.elements.items() if any(up[e] for e in elements))
 
 
@@ -70,14 +68,7 @@ class TakingPart:
         """Return what took part in the last call; None where everything always does."""
         if not self.elements:
             return None
-        flags = torch.cat([buffers[name][0] for name in self._buffers])
-        if flags.device.type == "cpu":
-            return Took(self, flags, None)
-        on_host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=flags.device.type == "cuda")
-        on_host.copy_(flags, non_blocking=True)
-        arrived = torch.get_device_module(flags.device).Event()
-        arrived.record()
-        return Took(self, on_host, arrived)
+        return Took(self, torch.cat([buffers[name][0] for name in self._buffers]))
 
 
 class InStep:

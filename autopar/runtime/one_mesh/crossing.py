@@ -20,8 +20,7 @@ import torch
 from autopar.errors import RunError
 from autopar.runtime.gradients.step_gradients import Gradients
 from autopar.runtime.gradients.taking_part import Took
-from autopar.runtime.parameters.state import HeldParam
-from autopar.runtime.repairs.mixed import whole
+from autopar.runtime.parameters.state import HeldParam, whole_of
 from autopar.torch_private import autograd_engine, functorch_is_active, keeps_graph, reached
 from autopar.words.trees import Context
 
@@ -88,7 +87,7 @@ class _Call:
             gradients.forget()
         gradients.in_step.add(self.took)
         given = [(root, g) for root, g in zip(roots, grads, strict=True) if root is not None and g is not None]
-        used, arriving = [root for root, _ in given], [whole(g) for _, g in given]
+        used, arriving = [root for root, _ in given], [whole_of(g) for _, g in given]
         last = not gradients.defer
         inputs = None if wanted is None else [*self.leaves, *(held_param.leaf for held_param in wanted)]
         for leaf in self.leaves:

@@ -30,7 +30,7 @@ from autopar.runtime.batches.totals_ahead import TotalsAhead, computed_ahead
 from autopar.runtime.one_mesh.crossing import crossed
 from autopar.runtime.one_mesh.left_attributes import leave
 from autopar.runtime.one_mesh.statistics_anew import taken_anew
-from autopar.runtime.parameters.state import HeldParam, as_dtensor
+from autopar.runtime.parameters.state import HeldParam, as_dtensor, whole_of
 from autopar.runtime.ranks.agree import mesh_group
 from autopar.runtime.ranks.collective_log import CollectiveLog
 from autopar.runtime.ranks.devices import device_of
@@ -274,7 +274,7 @@ class MeshCalls(ParallelRun):
             leaf = tensors[name].detach()
             if not isinstance(leaf, DTensor) and tuple(leaf.shape) != shape:
                 leaf = as_dtensor(leaf, self.stage.inputs[name].state, shape, self.device_mesh)
-            whole[name] = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            whole[name] = whole_of(leaf)
         return whole
 
     @property

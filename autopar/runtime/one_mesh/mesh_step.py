@@ -11,19 +11,18 @@ program of its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.in_parts import no_rows_in
-from autopar.capture.microbatches import have_rows, rows_of
+from autopar.capture.microbatches import rows_of
 from autopar.errors import CaptureError, RunError
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import leaves_of
 from autopar.runtime.batches.equal_rows import check_equal_rows
-from autopar.runtime.batches.local_batch import Call
+from autopar.runtime.batches.local_batch import Call, rows_in
 from autopar.runtime.batches.module_calls import ModuleCall, batch_rows, parts_of
 from autopar.runtime.batches.runs import Run, rows_of_microbatch, runs, sizes
 from autopar.runtime.batches.totals_ahead import TotalsAhead, check_in_parts, computed_ahead
@@ -31,27 +30,10 @@ from autopar.runtime.gradients.step_gradients import has_hooks
 from autopar.runtime.one_mesh.direct import stand_ins
 from autopar.runtime.one_mesh.executor import MeshCalls
 from autopar.runtime.optimizers import grad_scaler
-from autopar.runtime.stages.seeds import PlaceInBatch
+from autopar.runtime.stages.seeds import PlaceInBatch, places_of
 from autopar.torch_private import pytree
 from autopar.words.autocasting import without_autocast
 from autopar.words.trees import PyTree
-
-
-@dataclass(frozen=True)
-class StepPart:
-    """Microbatches of a step that have one shape.
-
-    Attributes:
-        call: the call for whose shapes there is to be a program.
-        share: the fraction of the batch's rows.
-        calls: one for each microbatch; None if they are cut from ``call``.
-        places: for each microbatch, where its rows are in the batch; only if ranks have rows of their own.
-    """
-
-    call: ModuleCall
-    share: float = 1.0
-    calls: Sequence[Call] | None = None
-    places: Sequence[PlaceInBatch] | None = None
 
 
 class MeshRun(MeshCalls):
@@ -69,8 +51,8 @@ class MeshRun(MeshCalls):
         """Run a training step; arguments as of ``ParallelModule.train_step``."""
         if self.buckets is not None:
             (args, kwargs), _ = self.buckets.padded(args, kwargs)
-        parts = self.parts_of_step(args, kwargs, microbatches)
-        loss = self._train_parts(parts, grad_scaler.scale_of(scaler, self.device))
+        of_step, ranks = self.runs_of_step(args, kwargs, microbatches)
+        loss = self._train_runs(of_step, ranks, grad_scaler.scale_of(scaler, self.device))
         if optimizer is not None:
             with self.fails_everywhere(f"the optimizer's step after call {self.calls}"):
                 grad_scaler.step(optimizer, scaler)
@@ -82,10 +64,12 @@ class MeshRun(MeshCalls):
         with self.all_in_step(f"the step of call {self.calls + 1}"):
             self.check_values(call)
 
-    def parts_of_step(
+    def runs_of_step(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], microbatches: int | None
-    ) -> list[StepPart]:  # fmt: skip
-        """Return the parts of a step, before the first of them begins; every rank calls it.
+    ) -> tuple[list[Run], int]:  # fmt: skip
+        """Return the runs of a step, before the first of them begins, and how many ranks have rows of their own.
+
+        Every rank calls it.
 
         Args:
             args, kwargs: the batch, where each rank has rows of its own this one's.
@@ -102,40 +86,28 @@ class MeshRun(MeshCalls):
         if self.local_batch is not None:
             with self.all_in_step(f"the rows of the ranks of call {self.calls + 1}"):
                 together = self.rows_of_all(args, kwargs)
-            if together is None:
-                return self._of_local_batch(args, kwargs, count)
-            args, kwargs = together
+            if together is not None:
+                args, kwargs = together
+            elif rows_in(args, kwargs, self.local_batch.without) is not None:
+                return self._of_local_batch(args, kwargs, count, self.local_batch.ranks), self.local_batch.ranks
         uneven = self._uneven(args, kwargs, count)
-        if uneven is None:
-            return [StepPart(ModuleCall(args, kwargs, in_parts=True, parts=count))]
-        return [StepPart(run.call, run.share * run.microbatches) for run in uneven]
+        return uneven or [Run(ModuleCall(args, kwargs, in_parts=True, parts=count), count or 0, 0.0)], 1
+
+    def _of_local_batch(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], count: int | None, ranks: int
+    ) -> list[Run]:  # fmt: skip
+        """Return the runs of a batch of which every rank has equally many rows."""
+        rows = rows_of((args, kwargs), no_rows_in(self.planned))
+        most = max(1, batch_rows(self.planned) // ranks if count is None else -(-rows // count))
+        if len(sizes(rows, most)) > 1 and not self._may_be_uneven():
+            most = rows // parts_of(rows, most)
+        return runs(self.planned, self.signature, self.plan.microbatches, args, kwargs, ranks, most)
 
     def _may_be_uneven(self) -> bool:
-        """Check whether a step may have parts of several shapes; hooks on parameters see the sums of a part."""
+        """Check whether a step may have runs of several shapes; hooks on parameters see the sums of a run."""
         follows = self.programs is not None and self.programs.shapes
         is_replicated = self.buckets is None and not self.batch.pieces
         return follows and is_replicated and not any(has_hooks(param) for param in self.parameters())
-
-    def _of_local_batch(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], count: int | None) -> list[StepPart]:
-        """Return the parts of a step of which every rank has equally many rows."""
-        assert self.local_batch is not None
-        without = no_rows_in(self.planned)
-        rows = rows_of((args, kwargs), without)
-        planned = batch_rows(self.planned) // self.local_batch.ranks
-        most = max(1, planned if count is None else -(-rows // count))
-        of_parts = sizes(rows, most) if count is None or rows % count else [(count, rows // count)]
-        if len(of_parts) > 1 and not self._may_be_uneven():
-            of_parts = [(each := parts_of(rows, most), rows // each)]
-        parts, begin = [], 0
-        for number, each in of_parts:
-            some = _rows_between((args, kwargs), rows, begin, number * each, without)
-            calls = self.local_batch.parts(*some, number, self.device_mesh)
-            first_args, first_kwargs = calls[0]
-            of_first = ModuleCall(first_args, first_kwargs, parts=number, of_several=len(of_parts) > 1)
-            places = [PlaceInBatch(begin + k * each, max(1, each), rows) for k in range(number)]
-            parts.append(StepPart(of_first, number * each / max(1, rows), calls, places))
-            begin += number * each
-        return parts
 
     def _uneven(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], count: int | None) -> list[Run] | None:
         """Return the runs of a batch whose rows do not divide; None if they do, or it cannot be known what has rows."""
@@ -162,12 +134,13 @@ class MeshRun(MeshCalls):
                 return None
         return runs(planned, self.signature, self.plan.microbatches, args, kwargs, most=most)
 
-    def _train_parts(self, parts: Sequence[StepPart], scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Run forward and backward of all parts of a step.
+    def _train_runs(self, of_step: Sequence[Run], ranks: int, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Run forward and backward of all runs of a step.
 
         The parameters have their gradients then, or, where it breaks, those that they had.
 
         Args:
+            ranks: how many ranks have rows of their own.
             scale: the scale by which the gradients are multiplied.
 
         Returns:
@@ -177,42 +150,41 @@ class MeshRun(MeshCalls):
             RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
         """
         with self.seeds.step():
-            return self._train_parts_of_seed(parts, scale)
+            return self._train_runs_of_seed(of_step, ranks, scale)
 
-    def _train_parts_of_seed(self, parts: Sequence[StepPart], scale: torch.Tensor | None) -> torch.Tensor:
-        of_parts: list[Sequence[Call]] = []
+    def _train_runs_of_seed(self, of_step: Sequence[Run], ranks: int, scale: torch.Tensor | None) -> torch.Tensor:
+        of_runs: list[list[Call]] = []
         wholes: list[dict[str, torch.Tensor]] = []
         totals: list[TotalsAhead | None] = []
-        places: list[Sequence[PlaceInBatch]] = []
-        rows_before = 0
-        for part in parts:
-            self.check_step(part.call)
+        rows: list[int] = []
+        for run in of_step:
+            self.check_step(run.call)
             self.check_trains()
             self._loss_of()
-            of_parts.append(calls := self._calls_of(part, len(parts) > 1))
-            rows = rows_of_microbatch(self.captured)
-            places.append(part.places or [PlaceInBatch(rows_before + k * rows, rows, rows) for k in range(len(calls))])
-            rows_before += rows * len(calls)
+            of_runs.append(calls := self._calls_of(run, ranks))
+            rows.append(rows_of_microbatch(self.captured))
             ahead = self.totals
             totals += [ahead] * len(calls)
             with self.fails_everywhere(f"gathering what the losses from call {self.calls + 1} on divide by"):
                 wholes += [{} if ahead is None else self.whole_inputs(ahead, *call) for call in calls]
-        self.seeds.of_rows(rows_before)
+        counts = [len(calls) for calls in of_runs]
+        places = places_of(rows, counts, ranks)
+        self.seeds.of_rows(sum(n * count for n, count in zip(rows, counts, strict=True)))
         if len(totals) > 1:
             check_in_parts(self.captured)
-        shares = [part.share / len(calls) for part, calls in zip(parts, of_parts, strict=True) for _ in calls]
+        shares = [run.share or 1 / count for run, count in zip(of_step, counts, strict=True) for _ in range(count)]
         weights = [
             share if each is None else each.totals.weight(share) for each, share in zip(totals, shares, strict=True)
         ]  # fmt: skip
         with self.fails_everywhere(f"summing what the losses from call {self.calls + 1} on divide by"):
             given = computed_ahead(totals, wholes, shares, self.buffer)
-        if len(parts) == 1:
-            return self.backwards(of_parts[0], weights, self._loss_of(), len(shares), given, scale, places[0])
+        if len(of_step) == 1:
+            return self.backwards(of_runs[0], weights, self._loss_of(), len(shares), given, scale, places[0])
         losses = []
         begin = 0
         with self._gradients_stay_where_it_breaks():
-            for part, calls, of_rows in zip(parts, of_parts, places, strict=True):
-                self.check_step(part.call)
+            for run, calls, of_rows in zip(of_step, of_runs, places, strict=True):
+                self.check_step(run.call)
                 these = slice(begin, begin := begin + len(calls))
                 losses.append(
                     self.backwards(calls, weights[these], self._loss_of(), len(shares), given[these], scale, of_rows)
@@ -229,22 +201,25 @@ class MeshRun(MeshCalls):
             raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
         return self.captured.graph.loss
 
-    def _calls_of(self, part: StepPart, of_several: bool) -> Sequence[Call]:
-        """Return the microbatches of a part whose program is in place."""
-        if part.calls is not None:
-            return part.calls
-        args, kwargs = part.call.args, dict(part.call.kwargs)
+    def _calls_of(self, run: Run, ranks: int) -> list[Call]:
+        """Return the microbatches of a run whose program is in place."""
+        args, kwargs = run.call.args, dict(run.call.kwargs)
         tensors = self.batch.tensors(args, kwargs)
-        if of_several or part.call.one is not None:
-            assert part.call.parts is not None, "a part of several says how many microbatches it has"
-            pieces = self.batch.exactly(tensors, part.call.parts)
+        if ranks > 1 and self.local_batch is not None:
+            rows, mesh, inputs = self.local_batch, self.device_mesh, self.stage.inputs
+            pieces = [
+                {name: rows.joined(leaf, inputs[name].shape, mesh) for name, leaf in piece.items()}
+                for piece in rows.microbatches(tensors, run.with_rows, run.microbatches)
+            ]
+        elif run.call.of_several or run.call.one is not None:
+            pieces = self.batch.exactly(tensors, run.microbatches)
         else:
-            pieces = self.batch.microbatches(tensors, part.call.parts, self.stage.part_shape)
+            pieces = self.batch.microbatches(tensors, run.call.parts, self.stage.part_shape)
         return [self.batch.call(piece, args, kwargs) for piece in pieces]
 
     @contextlib.contextmanager
     def _gradients_stay_where_it_breaks(self) -> Iterator[None]:
-        """Restore the gradients from before a step of several parts if a later part fails."""
+        """Restore the gradients from before a step of several runs if a later one fails."""
         params = list(self.parameters())
         before = [None if param.grad is None else param.grad.detach().clone() for param in params]
         try:
@@ -299,15 +274,3 @@ class MeshRun(MeshCalls):
             self.given_ahead = None
         assert total is not None, "a step has microbatches"
         return total
-
-
-def _rows_between(batch: Call, rows: int, begin: int, length: int, without: Collection[str]) -> Call:
-    """Return `length` rows of a batch from `begin` on; inputs without batch rows are unchanged."""
-    if length == rows:
-        return batch
-
-    leaves, spec = pytree.tree_flatten(batch)
-    cut = have_rows(batch, rows, without)
-    some = [leaf.narrow(0, begin, length) if c else leaf for leaf, c in zip(leaves, cut, strict=True)]
-    positional, by_name = pytree.tree_unflatten(some, spec)
-    return positional, by_name

@@ -107,6 +107,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor itself, or a DTensor gathered, which all ranks of its mesh do together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def as_dtensor(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh) -> DTensor:
     """Wrap a local tensor as a DTensor, without communication."""
     stride = torch.empty(tuple(shape), device="meta").stride()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.errors import RunError
@@ -22,7 +21,7 @@ from autopar.plans.stage_graphs import cut
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.same_batch import Calls, first_readers
 from autopar.runtime.optimizers import grad_scaler
-from autopar.runtime.parameters.state import as_dtensor
+from autopar.runtime.parameters.state import as_dtensor, whole_of
 from autopar.runtime.pipelines.pipeline_outputs import of_batch, of_run
 from autopar.runtime.pipelines.pipeline_runs import PipelineBatches
 from autopar.runtime.pipelines.pipeline_start import begun, check_fits, take_values, unread_in
@@ -32,7 +31,6 @@ from autopar.runtime.ranks.agree import Meeting
 from autopar.runtime.ranks.devices import device_of
 from autopar.runtime.ranks.failures import Failures
 from autopar.runtime.repairs.functions_of_all_parameters import flat_optimizer_states
-from autopar.runtime.stages.home import whole_of
 from autopar.runtime.stages.registering import Placing
 from autopar.runtime.stages.seeds import seeds_for
 from autopar.torch_private import pytree
@@ -234,7 +232,7 @@ class PipelineRun(PipelineBatches):
         """Return the state dict of the model on one device: the first rank of each group gives what its stages hold."""
         mine: dict[str, torch.Tensor] = {}
         for name, value in self.in_state_dict().items():  # one whole tensor at a time
-            whole = whole_of(value)
+            whole = whole_of(value.detach())
             if self.leads:
                 mine[name] = whole.cpu()
         gathered: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
@@ -285,7 +283,7 @@ class PipelineRun(PipelineBatches):
         for param, counts in counted.items():
             if param.grad is not None:
                 norm = param.grad.norm()
-                whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                whole = whole_of(norm)
                 total += whole.double() ** 2 if counts else 0.0
         return total
 

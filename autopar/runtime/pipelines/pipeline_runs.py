@@ -16,7 +16,7 @@ from autopar.runtime.pipelines.pipeline_outputs import Parts
 from autopar.runtime.pipelines.pipeline_programs import PipelinePrograms
 from autopar.runtime.pipelines.rank_actions import Span, Work
 from autopar.runtime.pipelines.ready_runs import Ready, with_totals_of_batch
-from autopar.runtime.stages.seeds import PlaceInBatch
+from autopar.runtime.stages.seeds import places_of
 from autopar.runtime.variants.buckets import Padding
 from autopar.words.trees import PyTree
 
@@ -132,16 +132,13 @@ class PipelineBatches(PipelinePrograms):
             return [[None] * count for count in counts]
         rows = [rows_of_microbatch(each.captured) for each in ready]
         ranks = self.rows.ranks if self.rows is not None else 1
-        total, before = sum(n * k for n, k in zip(rows, counts, strict=True)), 0
         of_runs: list[list[Any]] = []
         with self.seeds.step():
-            self.seeds.of_rows(total)
-            for graph, n, count in zip(graphs, rows, counts, strict=True):
-                block, of_run = max(1, n // ranks), list[Any]()
-                for i in range(count):
-                    place = PlaceInBatch(before + i * block, block, total // ranks)
+            self.seeds.of_rows(sum(n * k for n, k in zip(rows, counts, strict=True)))
+            for graph, places in zip(graphs, places_of(rows, counts, ranks), strict=True):
+                of_run: list[Any] = []
+                for place in places:
                     self.seeds.at(place if sum(counts) > 1 else None)
                     of_run.append(None if graph is None else self.seeds.of_call(graph))
                 of_runs.append(of_run)
-                before += count * block
         return of_runs

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.plans.stage_graphs import StageGraph
@@ -17,6 +16,7 @@ from autopar.runtime.batches.local_batch import RowsOfRanks
 from autopar.runtime.batches.runs import Run
 from autopar.runtime.batches.totals_ahead import State, TotalsAhead, check_in_parts, computed_ahead
 from autopar.runtime.gradients.reached import Reached, ReachedBy
+from autopar.runtime.parameters.state import whole_of
 from autopar.runtime.pipelines.rank_actions import Work
 from autopar.words.graph import Graph
 
@@ -77,7 +77,7 @@ def with_totals_of_batch(
         if local_batch is None:
             return inputs
         there = {name: local_batch.joined(inputs[name], shape, device_mesh) for name, shape in totals.inputs.items()}
-        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in there.items()}
+        return {name: whole_of(x) for name, x in there.items()}
 
     if sum(each.run.microbatches for each in runs) > 1:
         for each in runs:

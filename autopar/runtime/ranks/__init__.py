@@ -10,6 +10,7 @@
 :mod:`.failures`       a step that breaks on one rank; :mod:`.presence`: one that ends within ``parallelize``
 :mod:`.pulse`          one that is stopped, or hangs; :mod:`.ended`: ranks that have ended
 :mod:`.watch`          the thread that looks into the store for all of these
-:mod:`.store_meeting`  ranks tell each other through the store; :mod:`.collective_log`: what they do together
+:mod:`.store_meeting`  ranks tell each other through the store, in places that have :mod:`.store_names`;
+                       :mod:`.collective_log`: what they do together
 ====================== =================================================================================================
 """

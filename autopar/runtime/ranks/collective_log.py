@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
 from autopar.errors import RunError
 from autopar.runtime.ranks.ended import ended, say_at_exit
 from autopar.runtime.ranks.pulse import wait_elsewhere
+from autopar.runtime.ranks.store_names import next_name
 from autopar.torch_private import default_store, default_timeout_seconds
 
-_MADE: dict[tuple[int, ...], Any] = {}
 POLL_SECONDS = 0.002
 ENDED_SECONDS = 0.5
 """How often a rank that waits looks whether the one that it waits for has ended."""
@@ -29,11 +27,8 @@ class CollectiveLog:
     """The collective actions of the ranks, in order, so that a reader knows whether all read."""
 
     def __init__(self, ranks: Sequence[int], timeout_seconds: float | None = None) -> None:
-        key = tuple(ranks)
-        number = next(_MADE.setdefault(key, itertools.count()))
-        name = f"autopar/{'-'.join(map(str, key)) if len(key) < 9 else hash(key)}/{number}"
-        self.store = dist.PrefixStore(name, default_store())
-        self.rank, self.others = dist.get_rank(), [r for r in key if r != dist.get_rank()]
+        self.store = dist.PrefixStore(next_name("log", ranks), default_store())
+        self.rank, self.others = dist.get_rank(), [r for r in ranks if r != dist.get_rank()]
         self.timeout = timeout_seconds or default_timeout_seconds()
         say_at_exit()
         self.count = 0

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
 from autopar.runtime.ranks.ended import ended, killed, say_at_exit
+from autopar.runtime.ranks.store_names import next_name
 from autopar.runtime.ranks.watch import watch
 from autopar.torch_private import default_store, default_timeout_seconds
 
-_MADE: dict[tuple[int, ...], Any] = {}
 _of_all_modules: weakref.WeakSet[Failures] = weakref.WeakSet()
 POLL_SECONDS = 0.01
 NEWS_SECONDS = 1.0
@@ -52,11 +50,8 @@ class Failures:
             stays_armed: news count between the parts of a step, too: the caller may wait there for others in torch's
                 own functions, and on a GPU a part may go on after it has returned.
         """
-        key = tuple(ranks)
-        number = next(_MADE.setdefault(key, itertools.count()))
-        name = f"autopar/failures/{'-'.join(map(str, key)) if len(key) < 9 else hash(key)}/{number}"
-        self.store = dist.PrefixStore(name, default_store())
-        self.rank, self.others = dist.get_rank(), [r for r in key if r != dist.get_rank()]
+        self.store = dist.PrefixStore(next_name("failures", ranks), default_store())
+        self.rank, self.others = dist.get_rank(), [r for r in ranks if r != dist.get_rank()]
         self.timeout = default_timeout_seconds()
         self.count = 0
         self.where = ""

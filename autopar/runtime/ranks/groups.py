@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import socket
 import sys
@@ -31,8 +30,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError, RunError
-from autopar.runtime.ranks.presence import name_of
 from autopar.runtime.ranks.store_meeting import any_of
+from autopar.runtime.ranks.store_names import name_of, next_number
 from autopar.torch_private import GROUP_NAME, has_other_groups, timeout_of_world
 from autopar.words.meshes import Mesh
 
@@ -266,11 +265,7 @@ def group_of_members(ranks: Sequence[int], backend: str, timeout: Any = None, wh
     torch would name it by how many groups this rank is in. Members that are in different numbers of groups, as ranks
     of a pipeline are, would never find each other.
     """
-    if _of_members.get("world") is not dist.group.WORLD:
-        _of_members.clear()
-        _of_members["world"] = dist.group.WORLD
-    number = next(_of_members.setdefault(tuple(ranks), itertools.count()))
-    name = f"autopar {name_of(ranks)} {number}"
+    name = f"autopar {name_of(ranks)} {next_number('group', ranks)}"
     with GROUP_NAME.replaced(lambda *args, **options: name):
         return dist.new_group(list(ranks), timeout, backend, group_desc=what, use_local_synchronization=True)
 
@@ -301,8 +296,6 @@ def shut_down(fd: int, name: str) -> None:
 
 
 _DESCRIPTORS = "/proc/self/fd"
-_of_members: dict[Any, Any] = {}
-"""By ranks, the number of the next group that only they make; and the world that they are in."""
 _of_worlds: dict[tuple[str, tuple[int, ...]], Groups] = {}
 
 

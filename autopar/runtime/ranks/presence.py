@@ -11,11 +11,9 @@ wait in a collective.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +22,7 @@ from autopar.errors import RunError
 from autopar.runtime.ranks import pulse
 from autopar.runtime.ranks.ended import killed, say_at_exit
 from autopar.runtime.ranks.failures import SHOWN, is_of_another_rank
+from autopar.runtime.ranks.store_names import next_name
 from autopar.runtime.ranks.watch import watch
 from autopar.torch_private import default_store
 
@@ -33,30 +32,23 @@ BEATS_OF_NEWS = 8
 GRACE_SECONDS = 2.0
 """How long a rank may go on after the news before its groups are aborted: most hear it by themselves."""
 
-_calls: dict[tuple[int, ...], Iterator[int]] = {}
 _within: dict[tuple[int, ...], Presence] = {}
 _world: dict[str, Any] = {}
-
-
-def name_of(ranks: Sequence[int]) -> str:
-    """Return the name of `ranks` in the store."""
-    return "-".join(map(str, ranks)) if len(ranks) < 9 else f"{len(ranks)} {zlib.crc32(repr(tuple(ranks)).encode())}"
 
 
 class Presence:
     """This rank's, in one call."""
 
-    def __init__(self, ranks: tuple[int, ...], number: int, what: str, abort: Callable[[], None]) -> None:
+    def __init__(self, ranks: tuple[int, ...], what: str, abort: Callable[[], None]) -> None:
         """Initialize the object.
 
         Args:
-            number: the number of the call, the same on all ranks.
             what: the call's name.
             abort: has what waits in a collective end with an error; called from another thread.
         """
         self.ranks, self.what, self.abort = ranks, what, abort
         self.rank = dist.get_rank()
-        self.store = dist.PrefixStore(f"autopar/presence/{name_of(ranks)}/{number}", default_store())
+        self.store = dist.PrefixStore(next_name("presence", ranks), default_store())
         self.beat = max(BEAT_SECONDS, len(ranks) / pulse.RANKS_OF_A_SECOND)
         self.changed, self.done = threading.Lock(), False
         say_at_exit()
@@ -124,12 +116,11 @@ def alive(
     ranks = tuple(dist.get_process_group_ranks(group))
     if _world.get("last") is not dist.group.WORLD:
         _world["last"] = dist.group.WORLD
-        _calls.clear()
         _within.clear()
     if len(ranks) == 1 or ranks in _within:
         yield
         return
-    here = _within[ranks] = Presence(ranks, next(_calls.setdefault(ranks, itertools.count())), what, abort)
+    here = _within[ranks] = Presence(ranks, what, abort)
     error: BaseException | None = None
     try:
         yield

@@ -7,19 +7,18 @@ then whether what it waits for is there.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
 from autopar.errors import RunError, first_few
 from autopar.runtime.ranks.ended import SILENT, WITHOUT_A_WORD, ended, say_at_exit
-from autopar.runtime.ranks.presence import name_of, news_of, within
+from autopar.runtime.ranks.presence import news_of, within
 from autopar.runtime.ranks.pulse import ELSEWHERE_SECONDS, wait_elsewhere
+from autopar.runtime.ranks.store_names import name_of, next_number
 from autopar.torch_private import default_store, timeout_of_world
 
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.002, 0.25
@@ -32,22 +31,12 @@ ON_ALL_RANKS = "call the same functions of autopar on all ranks, at the same pla
 PIECE_BYTES = 1 << 22
 """Bytes of one entry of the store, which takes 8 MiB at most; longer texts have several entries."""
 
-_worlds: dict[str, Any] = {}
-_numbers: dict[tuple[int, ...], Iterator[int]] = {}
-
-
-def _store(ranks: Sequence[int]) -> dist.Store:
-    """Return the part of the store where `ranks` meet."""
-    return dist.PrefixStore(f"autopar/meeting/{name_of(ranks)}", default_store())
-
 
 def _place(ranks: tuple[int, ...]) -> tuple[dist.Store, int]:
     """Return where `ranks` meet next: a part of the store, and the number of the meeting."""
-    if _worlds.get("last") is not dist.group.WORLD:
-        _worlds["last"] = dist.group.WORLD
-        _numbers.clear()
     say_at_exit()
-    return _store(ranks), next(_numbers.setdefault(ranks, itertools.count()))
+    store = dist.PrefixStore(f"autopar/meeting/{name_of(ranks)}", default_store())
+    return store, next_number("meeting", ranks)
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:

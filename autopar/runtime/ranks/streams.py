@@ -26,6 +26,30 @@ def current_stream(device: torch.device) -> Any:
     return current(device) if current is not None else None
 
 
+class OnHost:
+    """Copies of tensors in the host's memory, on their way from a device; those of a processor are there at once."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._copies = tensors
+        self._arrived: Any = None
+        device = tensors[0].device
+        if device.type == "cpu":
+            return
+        pinned = device.type == "cuda"
+        self._copies = tuple(
+            torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned).copy_(x, non_blocking=True)
+            for x in tensors
+        )
+        self._arrived = torch.get_device_module(device).Event()
+        self._arrived.record(current_stream(device))  # of that device, whichever is the current one
+
+    def tolist(self) -> list[Any]:
+        """Wait for the copies, and return their numbers as lists."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [x.tolist() for x in self._copies]
+
+
 class StepStream:
     """The stream of a module's step on one device.
 

@@ -61,11 +61,6 @@ def mixes_on(device_mesh: DeviceMesh) -> bool:
     return device_mesh in _meshes
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor itself, or a DTensor gathered, on all ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _allow(_: Any = None) -> None:
     """Make torch's dispatcher call :func:`_replicated` for plain tensors of any size.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.ranks.streams import current_stream
+from autopar.runtime.ranks.streams import OnHost
 
 AHEAD = 2
 """Calls whose numbers may be on their way."""
@@ -23,23 +23,16 @@ class ToHost:
     """
 
     def __init__(self) -> None:
-        self.coming: deque[tuple[Any, torch.Tensor]] = deque()
+        self.coming: deque[OnHost] = deque()
 
     def sent(self, numbers: torch.Tensor) -> list[list[Any]]:
         """Send ``numbers``, [n]; what has arrived by now, in the order in which it was sent."""
         if numbers.device.type == "cpu":
             return [numbers.tolist()]
-        device = numbers.device
-        on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=device.type == "cuda")
-        on_host.copy_(numbers, non_blocking=True)
-        arrived = torch.get_device_module(device).Event()
-        arrived.record(current_stream(device))  # of that device, whichever is the current one
-        self.coming.append((arrived, on_host))
+        self.coming.append(OnHost(numbers))
         there = []
         while len(self.coming) > AHEAD:
-            event, values = self.coming.popleft()
-            event.synchronize()
-            there.append(values.tolist())
+            there += self.coming.popleft().tolist()
         return there
 
     def forget(self) -> None:

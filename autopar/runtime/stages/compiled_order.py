@@ -21,7 +21,7 @@ import itertools
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RunError
 from autopar.runtime.ranks.ended import ended
-from autopar.runtime.ranks.presence import name_of
 from autopar.runtime.ranks.store_meeting import LEAST_SECONDS, LONGEST_LOOK_SECONDS, TOLD_AFTER_SECONDS, looks
+from autopar.runtime.ranks.store_names import next_name
 from autopar.torch_private import AOT_COMPILE, backend_named, default_store, group_names, timeout_of_world
 from autopar.words.trees import PyTree
 
@@ -43,8 +43,6 @@ WHAT_TO_DO = (
     "they would wait for each other for ever, or take one's numbers for another's. Run the program without compile(), "
     "or with another backend"
 )
-_numbers: dict[tuple[int, ...], Iterator[int]] = {}
-_worlds: dict[str, Any] = {}
 
 Places = dict[int, tuple[int, ...]]
 """By rank, where it is on a mesh."""
@@ -117,10 +115,7 @@ class OneOrder:
         every = itertools.product(*(range(n) for n in device_mesh.mesh.shape))
         self.places: Places = dict(zip(device_mesh.mesh.flatten().tolist(), every, strict=True))
         self.ranks = tuple(sorted(self.places))
-        if _worlds.get("last") is not dist.group.WORLD:
-            _worlds["last"] = dist.group.WORLD
-            _numbers.clear()
-        self.name = f"autopar/compiled/{name_of(self.ranks)}/{next(_numbers.setdefault(self.ranks, itertools.count()))}"
+        self.name = next_name("compiled", self.ranks)
         self.kind = ""
         self.of_kind: dict[str, int] = {}
         self.known: dict[str, set[Order]] = {}

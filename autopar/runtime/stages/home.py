@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from autopar.runtime.parameters.state import whole_of
 from autopar.runtime.parameters.user_module import UserModule
 from autopar.runtime.ranks.failures import Failures
 from autopar.runtime.stages.seeds import Seeds
@@ -97,7 +98,7 @@ class Home:
         with torch.no_grad():
             for name, tensor in self.registered().items():
                 if id(tensor) not in same:
-                    whole = whole_of(tensor)
+                    whole = whole_of(tensor.detach())
                     same[id(tensor)] = whole if isinstance(tensor, DTensor) else whole.clone()
                 values[name] = same[id(tensor)]
         return values
@@ -113,14 +114,7 @@ class Home:
         state: dict[str, torch.Tensor] = {}
         for name, value in self.in_state_dict().items():
             if id(value) not in seen:
-                whole = whole_of(value)
+                whole = whole_of(value.detach())
                 seen[id(value)] = whole.to("cpu", copy=True) if keep else whole.new_empty(0)
             state[name] = seen[id(value)]
         return state if keep else None
-
-
-def whole_of(stored: torch.Tensor) -> torch.Tensor:
-    """Return the whole value of a stored tensor; all ranks of its mesh call it."""
-    detached: Any = stored.detach()
-    whole: torch.Tensor = detached.full_tensor() if isinstance(detached, DTensor) else detached
-    return whole

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,6 +49,22 @@ class PlaceInBatch(NamedTuple):
     first: int = 0
     block: int = 1
     stride: int = 1
+
+
+def places_of(rows: Sequence[int], counts: Sequence[int], ranks: int) -> list[list[PlaceInBatch]]:
+    """Return where the rows of the microbatches of each run of a step are in its batch.
+
+    Args:
+        rows, counts: rows of one microbatch, and the number of microbatches, of each run.
+        ranks: how many ranks have rows of their own, one after the other in the batch.
+    """
+    total, before = sum(n * count for n, count in zip(rows, counts, strict=True)), 0
+    places = []
+    for n, count in zip(rows, counts, strict=True):
+        block = max(1, n // ranks)
+        places.append([PlaceInBatch(before + k * block, block, total // ranks) for k in range(count)])
+        before += count * block
+    return places
 
 
 @dataclass
