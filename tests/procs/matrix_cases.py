@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from procs.habits import difference, said
+from procs.habits import difference, said, whole
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -279,7 +279,7 @@ class Talking(Turning):
     """One that shares work out by itself."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         params = self.param_groups[0]["params"]
         for at, p in enumerate(params):
             if at % dist.get_world_size() == dist.get_rank():
@@ -363,9 +363,9 @@ def refused(what: str) -> str:
         p.grad = torch.ones_like(p)
     if what == "fails":
         optimizer.step()
-        before = [p.detach().full_tensor().clone() for p in params]
+        before = [whole(p).clone() for p in params]
         text = said(optimizer.step)
-        assert all(torch.equal(p.detach().full_tensor(), was) for p, was in zip(params, before, strict=True))
+        assert all(torch.equal(whole(p), was) for p, was in zip(params, before, strict=True))
         assert all(len(group["params"]) == 3 for group in optimizer.param_groups)
         return text
     if what == "closure":

@@ -103,7 +103,7 @@ def test_matrices_of_hidden_layers_are_muons_and_the_rest_is_adamws() -> None:
 
 def test_bytes_of_state_are_those_of_two_optimizers() -> None:
     model = Net()
-    muon = torch.optim.Muon([layer.weight for layer in model.layers])
+    muon = torch.optim.Muon([p for name, p in model.named_parameters() if "layers" in name and p.ndim == 2])
     rest = [p for name, p in model.named_parameters() if "layers" not in name or p.ndim == 1]
     adamw = torch.optim.AdamW(rest)
     model(X).backward()
