@@ -348,6 +348,12 @@ def test_a_plan_that_this_machine_cannot_hold_is_not_run(
     assert "the plan is for 2 devices, which need" in said and "1.00 KiB" in said
 
 
+def test_verify_several_plans_with_processes() -> None:
+    """Each plan spreads the model anew."""
+    rows = answer("verify", "net.py:make", "--mesh", "tensor=2", "--processes", "--random-plans", "1")["plans"]
+    assert [r["name"].split(",")[0] for r in rows] == ["plan", "random 0"] and all(r["ok"] for r in rows)
+
+
 @pytest.mark.slow
 def test_run_and_verify_with_processes() -> None:
     autopar("plan", "net.py:make", "--cluster", "local-x2", "--mesh", "tensor=2", "-o", "two.json")
