@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -78,3 +80,25 @@ def test_it_says_that_it_leaves_and_another_one_follows() -> None:
     watch.watch(looked.set, 0.0)
     until(looked)
     assert watch._watches[-1] is not first
+
+
+def test_a_forked_process_has_a_thread_of_its_own() -> None:
+    """And does not wait for a lock that was held when it was forked."""
+    watch.watch(lambda: 60.0, 0.0)
+    first = watch._watches[-1]
+    with first.changed:
+        pid = os.fork()
+        if not pid:
+            looked = threading.Event()
+            watch.watch(looked.set, 0.0)
+            first.end()
+            os._exit(0 if looked.wait(20.0) else 1)
+    end = time.monotonic() + 30.0
+    done = (0, 0)
+    while not done[0] and time.monotonic() < end:
+        done = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+    if not done[0]:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert done == (pid, 0)

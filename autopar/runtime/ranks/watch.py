@@ -36,8 +36,10 @@ class StoreWatch:
 
     def add(self, look: Look, seconds: float, leave: Callable[[], None] | None) -> bool:
         """Look first in ``seconds``, and then as often as ``look`` says; return False if the thread has ended."""
+        if self.pid != os.getpid():  # a forked process has the lock as it was, and no thread
+            return False
         with self.changed:
-            if self.ends or self.world is not dist.group.WORLD or self.pid != os.getpid():
+            if self.ends or self.world is not dist.group.WORLD:
                 return False
             self.due[look] = time.monotonic() + seconds
             self.leaving += [leave] if leave is not None else []
@@ -75,6 +77,8 @@ class StoreWatch:
 
     def end(self, seconds: float = LONGEST_SECONDS) -> None:
         """End the thread, waiting at most ``seconds`` for it."""
+        if self.pid != os.getpid():
+            return
         with self.changed:
             self.ends = True
             self.changed.notify()
