@@ -31,6 +31,7 @@ from autopar.plan_calls import ExpertLoad, capture, layouts, plan
 from autopar.planner import planning
 from autopar.planner.planning import Outcome
 from autopar.plans.clusters import get_cluster, profile_of
+from autopar.plans.offload_options import OffloadWish
 from autopar.plans.plan import Plan
 from autopar.plans.plan_options import INFERENCE, MOST_AXES, PLAN_OPTIONS, TRAINING, documented
 from autopar.plans.request import PlanRequest, request_of
@@ -66,6 +67,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
     params: Mapping[str, str] | None = None,
     placements: Mapping[str | int, str] | None = None,
     recompute: Sequence[str] | str = (),
+    offload: OffloadWish | None = None,
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
     precision: str | Precision | None = None,

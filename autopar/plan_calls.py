@@ -21,6 +21,7 @@ from autopar.parallelizing.call_examples import example_of
 from autopar.planner import planning
 from autopar.planner.layouts.pricing import PricedLayouts
 from autopar.plans.clusters import get_cluster, profile_of, reference
+from autopar.plans.offload_options import OffloadWish
 from autopar.plans.plan import Plan
 from autopar.plans.plan_options import MOST_AXES, PLAN_OPTIONS, TRAINING, documented
 from autopar.plans.request import request_of
@@ -95,6 +96,7 @@ def plan(
     params: Mapping[str, str] | None = None,
     placements: Mapping[str | int, str] | None = None,
     recompute: Sequence[str] | str = (),
+    offload: OffloadWish | None = None,
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
     precision: str | Precision | None = None,
@@ -150,6 +152,7 @@ def plan(
     params: Mapping[str, str] | None = None,
     placements: Mapping[str | int, str] | None = None,
     recompute: Sequence[str] | str = (),
+    offload: OffloadWish | None = None,
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
     precision: str | Precision | None = None,
@@ -295,5 +298,5 @@ def layouts(
     return PricedLayouts(model, captured, batch, planning.options_of(request), input_rows)
 
 
-BESIDE_LAYOUTS = ("memory_limit", "optimizer", "precision", "expert_load", "max_axes", "time_limit")
+BESIDE_LAYOUTS = ("memory_limit", "offload", "optimizer", "precision", "expert_load", "max_axes", "time_limit")
 """Arguments of :func:`plan` that a layout leaves open."""

@@ -8,6 +8,7 @@
                       predictions from published runs
 :mod:`.engines`       engines that serve models, one record each; :mod:`.small_rates`: rates of few rows, small
                       messages
+:mod:`.host_links`    the way from a device to the memory of its host, and that memory
 :mod:`.usable_memory` memory of a device that a process can use
 :mod:`.profile_file`  files of measurements; :mod:`.measurements`: the same as values
 :mod:`.product_names` the device of a GPU's driver name
@@ -18,6 +19,7 @@
 from .abstract import abstract_cluster
 from .clusters import build_cluster, cluster_from, list_clusters, load_cluster, split_subset
 from .errors import ProfileError
+from .host_links import HostLink
 from .load import list_devices, load_device
 from .model import (
     COLLECTIVES,
@@ -40,7 +42,7 @@ from .usable_memory import COUNT_MARGIN, UNKNOWN_FRACTION, Budget, budget_of, is
 
 __all__ = [
     "COLLECTIVES", "COUNT_MARGIN", "CURVES", "MOVING_KINDS", "OP_KINDS", "UNKNOWN_FRACTION", "AbstractAxis", "Budget",
-    "Cluster", "CollectiveCurve", "Device", "EfficiencyCurve", "ErrorBand", "Link", "Named", "ProfileError",
+    "Cluster", "CollectiveCurve", "Device", "EfficiencyCurve", "ErrorBand", "HostLink", "Link", "Named", "ProfileError",
     "Software", "abstract_cluster", "budget_of", "build_cluster", "cluster_from", "device_named", "error_band",
     "is_gpu", "list_clusters", "list_devices", "load_cluster", "load_device", "software_named", "speed_of",
     "split_software", "split_subset", "subset_suffix",

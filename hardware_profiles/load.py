@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import ProfileError
+from .host_links import builtin_host_link, read_host_link
 from .model import COLLECTIVES, CURVES, OP_KINDS, RATES, CollectiveCurve, Device, EfficiencyCurve, Link
 from .reader import ProfileErrors, Table, closest, read_document
 from .strict import shortened
@@ -78,6 +79,8 @@ def read_device(name: str, table: Table) -> Device:
             failures.add(f"{table.path}.peak_flops.{dtype}", f"is no format with a rate: {closest(dtype, RATES)}")
     if not peaks:
         failures.add(f"{table.path}.peak_flops", "is empty, add at least float32")
+    host_link = table.text("host_link", "")
+    host = read_host_link(name, table.table("host")) if table.has("host") else builtin_host_link(name, host_link)
     device = Device(
         name,
         table.number("memory_bytes", positive=True),
@@ -90,7 +93,8 @@ def read_device(name: str, table: Table) -> Device:
         kernel_seconds=efficiency.kernel_seconds,
         link=table.text("link", ""),
         domain=table.integer("domain", 1),
-        host_link=table.text("host_link", ""),
+        host_link=host_link,
+        host=host,
     )
     table.close()
     return device

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import networkx as nx
 
 from .errors import ProfileError
+from .host_links import HostLink
 from .measurements import Measured
 from .software import OWN, Software, software_named
 
@@ -81,7 +82,8 @@ class Device:
     launches computes, too: both add up.
 
     `link` names the link into its domain: the `domain` devices that reach each other by it (8 behind the switches
-    of a machine, 72 of an NVL72, 2 with a bridge; 1: none). `host_link` names the PCIe of its machines.
+    of a machine, 72 of an NVL72, 2 with a bridge; 1: none). `host_link` names the PCIe of its machines. `host` is the
+    way to the memory of its host; None where it is not known or, as for a process on a CPU, is the device's own.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Device:
     link: str = ""
     domain: int = 1
     host_link: str = ""
+    host: HostLink | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.certificate.activations import SavedTensors, Watched
 from autopar.lower.program import Program
-from autopar.plans.memory_decisions import DECISIONS
+from autopar.plans.memory_decisions import DECISIONS, MemoryDecision
 from autopar.rules.attention.ring_attention import QUERIES, RING
 from autopar.rules.lowering_helpers.lowering_trial import Begun, Counted
 from autopar.rules.notation import Rule
@@ -25,6 +25,7 @@ from autopar.words.placements import Step
 from autopar.words.shards import local_shape
 from autopar.words.trees import PyTree
 from cost_models.costs import Costs, OpSeconds, OpWork
+from cost_models.host_link import HostCopies, Moved, copy_waits
 from cost_models.operator_cost import ALIGNMENT_BYTES
 from hardware_profiles import Device
 from hardware_profiles.measurements import op_key, tensor_text
@@ -84,14 +85,51 @@ def expert_flops(rows: Sequence[int], weight: Sequence[int], *_: object, **__: o
     return 2 * rows[0] * weight[1] * weight[2]
 
 
+class CountedCopies:
+    """Copies to the memory of the host that run beside the operators of a program, as they are called.
+
+    Attributes:
+        host: copies of the device; None if it has no host.
+    """
+
+    def __init__(self, host: HostCopies | None) -> None:
+        self.host = host
+        self.place: dict[str, int] = {}
+        self.forward: list[float] = []
+        self.backward: list[float] = []
+        self.moved: list[Moved] = []
+        self.ahead = 0
+
+    def computes(self, op: str, spent: OpSeconds, second: bool) -> None:
+        """Note what an operator computes; ``second``: once more, in the backward."""
+        if second:
+            self.backward[self.place[op]] += spent.forward
+            return
+        self.place[op] = len(self.forward)
+        self.forward.append(spent.forward)
+        self.backward.append(spent.total - spent.forward)
+
+    def leaves(self, record: MemoryDecision, n_bytes: int, asking: Sequence[str]) -> None:
+        """Note what leaves now; the backward of the last of the ``asking`` operators is the first to ask for it."""
+        assert self.host is not None and record.copies is not None
+        self.ahead = record.ahead
+        asked = max(self.place[op] for op in asking)
+        self.moved.append(Moved(*record.copies(self.host, n_bytes), len(self.forward) - 1, asked))
+
+    def waited(self) -> float:
+        """Return the seconds that a microbatch waits for its copies."""
+        return sum(copy_waits(self.moved, self.forward, self.backward, self.ahead))
+
+
 class PricedRun(Watched):
     """A run that prices every operator from its actual shapes, with flops counted by torch."""
 
     def __init__(
         self, program: Program, graph: Graph, device: Device, flops: FlopCounterMode, costs: Costs, watch: SavedTensors,
-        collectives: CollectiveCount,
+        collectives: CollectiveCount, host: HostCopies | None = None,
     ) -> None:  # fmt: skip
         super().__init__(program, watch)
+        self.copies = CountedCopies(host)
         self.collectives = collectives
         self.costs = costs
         self.source, self.device, self.flops = graph, device, flops
@@ -115,10 +153,8 @@ class PricedRun(Watched):
         meta = n.meta.get("autopar") or {}
         before, sent, begun = self._flops_so_far(), len(self.counted.messages), len(self.counted.begun)
         collectives = len(self.collectives.seen)
-        if "decision" in meta:  # what leaves the device for a while, and comes back
-            whole: PyTree = self.env[n.args[0]]  # type: ignore[index]
-            n_bytes = whole.untyped_storage().nbytes()
-            self.copy_seconds.append(DECISIONS[meta["decision"]].price(self.costs, self.device, n_bytes))
+        if "decision" in meta:
+            self._leaves(n, DECISIONS[meta["decision"]])
         result = super().run_node(n)
         if "part" in meta:
             self._part(n, self._flops_so_far() - before)
@@ -130,6 +166,7 @@ class PricedRun(Watched):
             flops = self._flops_so_far() - before + self.flops_of_parts.pop(meta["node"], 0.0)
             spent = self._op(n, ins, outs, flops, lambda: self._key(n, args, kwargs, outs))
             self.seconds.append(spent.forward if self.second else spent.total)
+            self.copies.computes(meta["node"], spent, self.second)
             if not self.second and self.source.nodes[self.source.index[meta["node"]]].hot:
                 self.hot.append(spent)
             self.beside |= {id(m.beside): spent for m in self.counted.messages[sent:] if m.beside is not None}
@@ -139,6 +176,17 @@ class PricedRun(Watched):
             self.copy_seconds.append(self._copy(meta, result))
         self._under_way(self.counted.begun[begun:], len(self.collectives.seen) > collectives)
         return result
+
+    def _leaves(self, n: torch.fx.Node, record: MemoryDecision) -> None:
+        """Price what leaves the device for a while, and comes back."""
+        whole: PyTree = self.env[n.args[0]]  # type: ignore[index]
+        n_bytes = whole.untyped_storage().nbytes()
+        if record.copies is None:
+            self.copy_seconds.append(record.price(self.costs, self.device, n_bytes))
+            return
+        backwards: PyTree = n.args[1]
+        asking = [taken.args[0].meta["autopar"]["node"] for taken in backwards if self.env[taken].nodes]
+        self.copies.leaves(record, n_bytes, asking)
 
     def _part(self, n: torch.fx.Node, flops: float) -> None:
         """Note the inputs and flops of a part of an operator's lowering.

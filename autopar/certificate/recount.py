@@ -39,6 +39,7 @@ from autopar.words.placements import State, Step, whole_state
 from autopar.words.shards import elements_moved, local_shape
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis, Costs, OpSeconds, StageWork, costs_of
+from cost_models.host_link import HostCopies, copies_of
 from cost_models.matrix_steps import WholeMatrix, iteration_seconds, loads
 from cost_models.optimizer_bytes import MUON
 from cost_models.parameter_overlap import (
@@ -102,7 +103,10 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
         if types:
             typecheck(program)
         with as_on_gpu() if kernels.gpu else nullcontext():
-            computing = _recount(program, plan, graph, device, costs, axes, names, report, tensor_exposed(cluster))
+            host = copies_of(cluster, device)
+            computing = _recount(
+                program, plan, graph, device, costs, axes, names, report, tensor_exposed(cluster), host
+            )  # fmt: skip
     parameter_bytes, gradient_bytes, optimizer_bytes = _stored(plan, graph)
     buffer_bytes = _buffers(plan, graph) if graph.forward_only else 0
     collectives = _parameters(plan, graph, axes, costs.bucket_bytes, frozenset(), report, HIDES_ALL)
@@ -133,10 +137,11 @@ def _recount(
     names: Mapping[str, str],
     report: Report,
     tensor: float,
+    host: HostCopies | None,
 ) -> Computing:
     """Count a microbatch into ``report``, and return the computation of operators that depend on parameters.
 
-    ``tensor`` is the exposed share of collectives of tensor parallelism.
+    ``tensor`` is the exposed share of collectives of tensor parallelism, ``host`` the device's copies to its host.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), spmd.no_typecheck():
         values = []
@@ -153,7 +158,7 @@ def _recount(
         }
         flops = FlopCounterMode(display=False, custom_mapping=formulas)
         watch = watch_of(program, values, graph.arriving)
-        pricer = PricedRun(program, graph, device, flops, costs, watch, counter)
+        pricer = PricedRun(program, graph, device, flops, costs, watch, counter, host)
         with counter, flops, as_last_rank(flops.get_total_flops) as pricer.counted:
             with watch.on():
                 flat = pricer.run(*values)
@@ -162,7 +167,7 @@ def _recount(
             wanting = [value for value in ends if isinstance(value, torch.Tensor) and value.requires_grad]
             if wanting:
                 torch.autograd.backward(wanting, [torch.ones_like(value) for value in wanting])
-    moved = sum(pricer.copy_seconds)
+    moved = sum(pricer.copy_seconds) + pricer.copies.waited()
     for group, kind, n_bytes in counter.seen:
         axis = names[group]
         report.collectives[axis, kind] += 1

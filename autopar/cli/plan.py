@@ -148,7 +148,7 @@ def plan(
         file.check()
     cluster = profile_of(profile, cluster) if profile is not None else str(cluster)
     if target is not None:
-        trainer = _software_of(target, trainer)
+        trainer = _software_of(target, trainer, chosen)
     if trainer is not None:
         cluster = as_trainer(cluster, trainer)
     hardware = load_cluster(cluster)
@@ -215,10 +215,15 @@ def _plan_of(like: layouts.Priced, loaded: Loaded, captured: Captured, cluster: 
     return facts
 
 
-def _software_of(target: str, trainer: str | None) -> str:
+def _software_of(target: str, trainer: str | None, chosen: Facts) -> str:
     """Return the software by which a trainer's layouts are priced."""
     from autopar.targets import target_named
 
+    if chosen["offload"]:
+        raise UsageError(
+            f"--offload is honoured by autopar's own runtime, and a plan --for {target} cannot say which tensors leave "
+            "the device; leave one of the two out"
+        )
     software = target_named(target).software
     if trainer not in (None, software):
         raise UsageError(f"--as says {trainer}, and --for {target} is priced as {software}; leave --as out")

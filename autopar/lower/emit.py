@@ -23,6 +23,7 @@ import torch.fx
 from autopar.errors import PlanError
 from autopar.lower.collectives import state_step
 from autopar.lower.freed_tensors import backwards_of, give_up
+from autopar.lower.offloaded import settle
 from autopar.lower.program import Program, Slot
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again
@@ -108,12 +109,15 @@ class _Emitter:
                 self._end(ends[i])
             if i in self.segments:
                 self._belongs(last, self.segments[i])
-        self._free_copies()
+        leaving = self._free_copies()
         outputs: list[PyTree] = []
         for out, state in zip(graph.outputs, self.plan.outputs, strict=True):
             outputs.append(self._get(out, state) if isinstance(out, Ref) and state is not None else out)
         for name, ref in graph.updates.items():
             outputs.append(self._get(ref, self.plan.buffers[name]))
+        if leaving:
+            made = tuple(x for x in outputs[: len(self.graph.outputs)] if isinstance(x, torch.fx.Node))
+            self.fx.call_function(settle, (tuple(leaving), made)).meta["autopar"] = {"alias": False}
         self.fx.output(tuple(outputs))
         module = torch.fx.GraphModule(torch.nn.Module(), self.fx, class_name="Program")
         return Program(module, tuple(self.slots), self.plan.outputs, tuple(graph.updates), self.mesh, self.device)
@@ -172,8 +176,11 @@ class _Emitter:
         self.value[ref, state] = fx
         return fx
 
-    def _free_copies(self) -> None:
-        """Free regathered and recomputed tensors after their last reader, until the backward."""
+    def _free_copies(self) -> list[torch.fx.Node]:
+        """Free regathered and recomputed tensors after their last reader, until the backward.
+
+        Return the last ones whose copies to the host may be under way at the end.
+        """
         plan = self.plan
         copies = regathered(self.graph, self.mesh, plan.reshard_paths, plan.gather_again, self.segments, self.chosen)
         remade = {ref: self.made[ref] for ref in segment_outputs(self.graph, plan.make_again, self.segments)}
@@ -200,13 +207,21 @@ class _Emitter:
             with self.fx.inserting_after(max((last, *backwards), key=position.__getitem__)):
                 freed = self.fx.call_function(free_until_backward, arguments)
             position[freed] = position[last] + 0.5  # it may read a piece that lies in another copy
-        for ref, record in waits.items():
+        in_order = sorted(waits.items(), key=lambda item: (position[read[item[0]][0]], item[0].node))
+        away: list[torch.fx.Node] = []  # by decisions with copies beside compute
+        for ref, record in in_order:
             whole, (last, results) = self.value[ref, self.made[ref]], read[ref]
             asking = (*results, whole) if self._keeps_its_result(ref.node) else results
             backwards = self._backwards(asking, position)
-            with self.fx.inserting_after(max((last, *backwards), key=position.__getitem__)):
-                freed = self.fx.call_function(give_up, (whole, backwards, record.name))
+            before = (away[-record.ahead],) if 0 < record.ahead <= len(away) else ()
+            latest = away[-1:] if record.ahead else []
+            with self.fx.inserting_after(max((last, *backwards, *latest), key=position.__getitem__)):
+                freed = self.fx.call_function(give_up, (whole, backwards, record.name, *before))
             freed.meta["autopar"] = {"decision": record.name}
+            if record.ahead:
+                position[freed] = position[last] + 0.5 + 1e-6 * len(away)
+                away.append(freed)
+        return away[-max((record.ahead for record in waits.values()), default=0):] if away else []
 
     def _keeps_its_result(self, i: int) -> bool:
         """Return whether an operator's backward reads its one result."""

@@ -79,12 +79,16 @@ class Freed:
 
         Where the maker is one of the readers, as its backward needs its own result, free after its backward.
         """
+        self.hold(maker, readers)
+        self.free()
+
+    def hold(self, maker: Node, readers: Sequence[Backwards]) -> None:
+        """Register the hooks of :meth:`until_backward`."""
         nodes = {node for reader in readers for node in reader.nodes}
         self.waiting.update(range(len(nodes)))
         for number, node in enumerate(nodes):
             node.register_prehook(partial(self._asked, number))
         (maker.register_hook if maker in nodes else maker.register_prehook)(self._is_over)
-        self.free()
 
     def _asked(self, number: int, *_: object) -> None:
         """Refill before the backward of a reader.
@@ -108,6 +112,9 @@ class Freed:
         if not self.waiting and not keeps_graph():
             self.let_go()
 
+    def follow(self, before: Freed | None) -> None:
+        """Note the tensor that was given up so long before that its copy must be done by now; if any is under way."""
+
     def let_go(self) -> None:
         """Drop what is kept to compute the values from; no reader needs them any more."""
 
@@ -127,7 +134,9 @@ def backwards_of(results: PyTree) -> Backwards:
 
 
 @torch.compiler.disable
-def give_up(whole: torch.Tensor, readers: Sequence[Backwards], decision: str) -> None:
+def give_up(
+    whole: torch.Tensor, readers: Sequence[Backwards], decision: str, before: Freed | None = None
+) -> Freed | None:
     """Free a tensor until the backward of one of its readers, as a decision about memory says.
 
     Args:
@@ -135,12 +144,20 @@ def give_up(whole: torch.Tensor, readers: Sequence[Backwards], decision: str) ->
         readers: the backwards of the operators that read it, and of the one that makes it, if its own backward asks for
             it.
         decision: name of the record that says how it is filled again.
+        before: the tensor that was given up :attr:`~autopar.plans.memory_decisions.MemoryDecision.ahead` tensors
+            earlier, by a decision with copies beside compute.
+
+    Returns:
+        What is given up; None if there is no backward.
     """
     if whole.grad_fn is None or spmd.is_type_checking():
-        return
+        return None
     fills = DECISIONS[decision].freed
     assert fills is not None
-    fills(whole).until_backward(whole.grad_fn, readers)
+    freed: Freed = fills(whole)
+    freed.until_backward(whole.grad_fn, readers)
+    freed.follow(before)
+    return freed
 
 
 def on_host(x: torch.Tensor) -> torch.Tensor:

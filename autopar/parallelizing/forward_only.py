@@ -18,7 +18,7 @@ from autopar.planner.planning import Outcome
 from autopar.plans.plan_options import INFERENCE, TRAINING
 
 OF_TRAINING: Mapping[str, Any] = {
-    "loss_fn": None, "targets": (), "gradient_dtype": None, "recompute": (), "microbatches": None,
+    "loss_fn": None, "targets": (), "gradient_dtype": None, "recompute": (), "offload": None, "microbatches": None,
 }  # fmt: skip
 """Arguments that mean something in training alone, with the values that they have where they are not given."""
 NO_OPTIMIZER = "adamw"

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import autopar.lower.offloaded  # noqa: F401  (registers its decision about memory)
 from autopar.errors import MeshError, PlanError, closest
 from autopar.planfile import pins, previous
 from autopar.planfile.file_errors import FileErrors, Section

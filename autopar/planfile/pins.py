@@ -15,6 +15,7 @@ from autopar.errors import AutoparError, PlanError, closest
 from autopar.planfile.file_errors import FileErrors, Section
 from autopar.planfile.states import read_state
 from autopar.planner.intra_op.memory.recompute import segments_of
+from autopar.plans.offload_options import parse_offload
 from autopar.plans.plan import Pins
 from autopar.plans.plan_options import PINS
 from autopar.plans.request import parse_kept
@@ -179,6 +180,9 @@ FORMS: dict[str, Form] = {
     "loads": Form(
         _parsed_by(dict, lambda table, at: parse_load(table, at)), lambda at, value, _model: parse_load(value, at),
         lambda loads: {pattern: list(load) for pattern, load in loads.items()},
+    ),
+    "offload": Form(
+        _parsed_by(str, parse_offload), lambda at, value, _model: parse_offload(value, at).text, str
     ),
     "outputs": Form(
         _check_outputs, _read_outputs, lambda states: {str(k): states[k].text for k in sorted(states)}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import autopar.lower.offloaded  # noqa: F401  (registers its decision about memory)
 from autopar.capture import Captured
 from autopar.capture.in_parts import refused_rows
 from autopar.capture.microbatches import first_part, numbers_of_parts, rows_of, taken_of_batch
@@ -22,11 +23,13 @@ from autopar.planner.inter_op.simulating.order import check_name
 from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
 from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, Planned, plan_pipeline
 from autopar.planner.intra_op.building.integer_program import Beaten, NoChoice
+from autopar.planner.intra_op.memory.recompute import check_modules
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.pins.clashing_pins import explained
 from autopar.planner.intra_op.pins.small_parameters import TooSmallError, note_on_small
 from autopar.planner.microbatch_graphs import MicrobatchGraphs, part_of
 from autopar.planner.plan_notes import next_best, notes_on, notes_on_matrices, with_note_on_statistics
+from autopar.plans.offload_options import parse_offload
 from autopar.plans.plan import Pins, Plan
 from autopar.plans.request import PlanRequest
 from autopar.rules.experts.expert_load import notes_on_load, with_load
@@ -66,7 +69,7 @@ def options_of(request: PlanRequest) -> Options:
         constraints=pins.ops or None, params=pins.params or None, inputs=pins.inputs or None,
         outputs=pins.outputs or None, memory_limit_bytes=pins.memory_limit_bytes, optimizer=request.optimizer,
         microbatches=request.microbatches, time_limit_seconds=request.time_limit_seconds, recompute=pins.recompute,
-        may_recompute=request.may_recompute,
+        may_recompute=request.may_recompute, offload=parse_offload(pins.offload),
     )  # fmt: skip
 
 
@@ -93,6 +96,13 @@ def find(
         InfeasibleError: nothing fits.
     """
     graph = with_load(captured.graph, request.pins.expert_load)
+    offload = parse_offload(request.pins.offload)
+    check_modules(graph, offload.patterns)
+    if offload.optimizer or offload.parameters or (offload and offload.activations is None):
+        raise PlanError(
+            f"offload is '{offload.text}', and only activations can be kept on the host yet; ZeRO divides the other "
+            "states among devices (params={'*': 'S0'})"
+        )
     loaded = captured if graph is captured.graph else replace(captured, graph=graph)
     outcome = _on_some_devices(model, loaded, example, cluster, n, request, name or cluster.name, runs, say)
     graph = outcome.captured.graph

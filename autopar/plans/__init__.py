@@ -9,7 +9,8 @@ The plan
 :mod:`.moving`           parameters from one plan's layout to another's; :mod:`.moving_cost`: bytes, seconds and
                          memory of that
 :mod:`.memory_decisions` decisions about memory between forward and backward; :mod:`.regather`: the tensors that are
-                         regathered, recomputed or given up
+                         regathered, recomputed or given up; :mod:`.offload_options`: the words of what may be moved
+                         to the memory of the host
 :mod:`.prices`           predicted cost of a stage: seconds and bytes; :mod:`.lacking_memory`: bytes that a device
                          has not
 :mod:`.stepped_by`       which of two optimizers steps on a parameter, where a plan is for Muon

@@ -26,12 +26,15 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.words.graph import Graph, Ref
 from cost_models.costs import Costs
+from cost_models.host_link import HostCopies
 from hardware_profiles import Device
 
 Memory = Mapping[str, tuple[Any, ...]]
 """What a plan decides about memory: by decision, segments ``(first operator, last operator)``, or tensors by
 :func:`autopar.plans.plan.reshard_key`. What nobody decides about is kept."""
 
+OFFLOAD = "offload"
+"""The decision that moves results of operators to the memory of the host (:mod:`autopar.lower.offloaded`)."""
 SEGMENTS, RESULTS, COPIES, TENSORS = "segments", "results", "copies", "tensors"
 
 
@@ -52,6 +55,10 @@ class MemoryDecision:
         seconds: what a microbatch waits for a tensor with some bytes on one rank to leave and to come back, forward
             and backward together; what runs beside compute is not waited for. Of :data:`TENSORS` only, as what follows.
         freed: makes of a tensor what gives it up and fills it: an :class:`autopar.lower.freed_tensors.Freed`.
+        copies: seconds of the copies of a tensor with some bytes to the memory of the host and back, each alone, in the
+            place of ``seconds``: they run beside compute, which waits for what it does not hide
+            (:mod:`cost_models.host_link`). Made only where the option ``offload`` allows it.
+        ahead: copies that may be under way at once in each direction, of a decision with ``copies``.
         may: says for which tensors of a graph it may be made, of those that may be given up at all
             (:func:`autopar.plans.regather.may_wait`).
     """
@@ -62,16 +69,18 @@ class MemoryDecision:
     seconds: Callable[[Costs, Device, int], float] | None = None
     freed: Callable[[Any], Any] | None = None
     may: Callable[[Graph, Ref], bool] = every_tensor
+    copies: Callable[[HostCopies, int], tuple[float, float]] | None = None
+    ahead: int = 0
 
     def __post_init__(self) -> None:
-        if self.of == TENSORS and (self.seconds is None or self.freed is None):
+        if self.of == TENSORS and ((self.seconds is None) == (self.copies is None) or self.freed is None):
             raise ValueError(
                 f"memory decision '{self.name}': give seconds= (time for a tensor to leave the device and come back) "
-                "and freed= (what frees its memory and refills it)"
+                "or copies= (of copies beside compute), and freed= (what frees its memory and refills it)"
             )
 
     def price(self, costs: Costs, device: Device, n_bytes: int) -> float:
-        """Return :attr:`seconds`; 0 if the program's own operators and collectives are the price."""
+        """Return :attr:`seconds`; 0 if operators and collectives of the program, or copies beside it, are the price."""
         return self.seconds(costs, device, n_bytes) if self.seconds is not None else 0.0
 
 

@@ -72,6 +72,7 @@ class Pins:
         layout: the words that decide everything, such as ``tp=8,sp,dp=4,zero=1``; empty for a plan that was searched.
         target: the trainer that the plan is for (:mod:`autopar.targets`); empty for autopar's own runtime.
         mode: ``inference`` for a plan that runs forward alone; empty for one of training.
+        offload: what may be kept on the host, as :attr:`autopar.plans.offload_options.Offload.text` writes it.
     """
 
     stages: int | None = None
@@ -90,6 +91,7 @@ class Pins:
     layout: str = ""
     target: str = ""
     mode: str = ""
+    offload: str = ""
 
 
 @dataclass(frozen=True)

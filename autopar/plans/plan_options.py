@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autopar.errors import AutoparError
+from autopar.plans.offload_options import is_offload
 from autopar.plans.plan import Pins
 from autopar.words.load_shares import MEASURED, UNIFORM
 from autopar.words.precision import PRESETS, Precision
@@ -67,7 +68,9 @@ class Pin:
     """
 
     name: str
-    form: Literal["count", "bytes", "texts", "mesh", "ops", "kept", "inputs", "outputs", "precision", "loads", "text"]
+    form: Literal[
+        "count", "bytes", "texts", "mesh", "ops", "kept", "inputs", "outputs", "precision", "loads", "offload", "text"
+    ]
     stages: Literal["pipeline", "same", "part"]
     words: Callable[[Any], list[str]]
 
@@ -306,6 +309,18 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
         (Flag(("--recompute",), "Modules that keep only their inputs and are recomputed in the backward: a "
               "pattern of paths. Repeatable. none: nothing is. Default: the planner chooses.", list, True),),
         (Pin("recompute", "texts", "same", lambda patterns: [f"{pattern}: recompute" for pattern in patterns]),),
+    ),
+    PlanOption(
+        "offload", None, optional(is_offload),
+        "what may be kept on the host, such as 'optimizer' or {'optimizer': 0.5}",
+        'what may be kept in the memory of the host: ``"activations"``, ``"optimizer"`` (its state, and its step), '
+        '``"parameters"`` (the same, and the device has no copy between uses), several with commas, ``"auto"`` for '
+        "all. The planner chooses which tensors; ``{\"optimizer\": 0.5}`` asks for half of the bytes at least, 1 for "
+        "all of them. "
+        '``"none"``: nothing is.',
+        (Flag(("--offload",), "What may be kept in the host's memory: activations, optimizer, parameters, with commas; "
+              "optimizer=0.5 asks for half of it at least. auto: all. Default: nothing."),),
+        (Pin("offload", "offload", "same", lambda text: [f"on the host: {text}"]),),
     ),
     PlanOption(
         "memory_limit", None, optional(lambda v: isinstance(v, str) or (is_number(v) and v < math.inf)),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.plans.offload_options import parse_offload
 from autopar.plans.plan import LIFETIMES, Pins
 from autopar.plans.plan_options import BY_NAME, MOST_AXES, PLAN_OPTIONS
 from autopar.words.load_shares import MEASURED, parse_load
@@ -128,6 +129,7 @@ def request_of(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelle
         {k: state for k, state in states.items() if isinstance(k, int)},
         None if limit is None else int(limit), () if nothing_again else tuple(again),
         parse_precision(option["precision"]), load,
+        offload=parse_offload(option["offload"], spelled("offload")).text,
     )  # fmt: skip
     optimizer = "adamw" if option["optimizer"] == "adam" else option["optimizer"]
     return PlanRequest(

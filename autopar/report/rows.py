@@ -335,7 +335,8 @@ def recomputed_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> float:
 
 def waited_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> dict[str, float]:
     """Return the seconds per step of offloading and the like, by decision, which the rows do not include."""
-    waited = waiting_seconds(priced, _again(graph, plan, _chosen(graph, plan), priced))
+    chosen = _chosen(graph, plan)
+    waited = waiting_seconds(graph, rules_of(graph), priced, chosen, _again(graph, plan, chosen, priced))
     return {name: plan.microbatches * seconds for name, seconds in waited.items()}
 
 

@@ -16,6 +16,7 @@ from autopar.frontends import Loaded
 from autopar.planner.layouts.layout_words import parse_layout
 from autopar.planner.layouts.pricing import PricedLayout, PricedLayouts
 from autopar.plans.clusters import get_cluster
+from autopar.plans.memory_decisions import OFFLOAD
 from autopar.plans.plan import Plan
 from autopar.report import Facts
 from autopar.targets.model_facts import facts_of
@@ -133,12 +134,18 @@ class Exporter:
         """Return what a layout is written from, and its files.
 
         Raises:
-            PlanError: the plan is for an optimizer that is written for no trainer.
+            PlanError: the plan is for an optimizer that is written for no trainer, or moves results to the memory of
+                the host.
         """
         if found.plan.optimizer == MUON:
             raise PlanError(
                 "the plan is for muon, which steps on matrices beside AdamW, and no trainer's files are written with "
                 "two optimizers: plan with --optimizer adamw, and change the files"
+            )
+        if _moved(found.plan) != NOTHING_MOVED:
+            raise PlanError(
+                f"{found.plan.pins.layout}: {_moved(found.plan)} are moved to the memory of the host, which files of "
+                f"{self.target.name} cannot say; leave offload out"
             )
         found = remembering(self.target.name, found)
         export = Export(
@@ -192,6 +199,7 @@ def differences(plan: Plan, found: PricedLayout) -> Iterator[Deviation]:
         "microbatches": (str(plan.microbatches), str(other.microbatches)),
         "mesh of a group": (plan.stages[0].mesh.shown(), other.stages[0].mesh.shown()),
         "recomputed": (_recomputed(plan), _recomputed(other)),
+        "moved to the host": (_moved(plan), _moved(other)),
     }
     yield from (Deviation(what, a, b) for what, (a, b) in pairs.items() if a != b)
     graph = found.pinned.graph
@@ -230,6 +238,14 @@ def _otherwise(plan: Plan, other: Plan) -> tuple[int, int]:
 
 def _schedule(plan: Plan) -> str:
     return label_of(plan.schedule) if plan.schedule.n_ranks > 1 else "none"
+
+
+NOTHING_MOVED = "nothing"
+
+
+def _moved(plan: Plan) -> str:
+    moved = sum(len(stage.memory.get(OFFLOAD, ())) for stage in plan.stages)
+    return f"{moved} results" if moved else NOTHING_MOVED
 
 
 def _recomputed(plan: Plan) -> str:

@@ -25,7 +25,7 @@ GIVEN: dict[str, Any] = {
     "mesh": "data=2,tensor=2", "constraints": {"up": {"tensor": "n"}}, "params": {"*.weight": "S0, I use"},
     "placements": {"x": "S0,R", 0: "I,I"}, "recompute": ["layers.*"], "memory_limit": "4GiB", "optimizer": "sgd",
     "microbatches": 4, "stages": 2, "schedule": "1f1b", "cuts": ["layers.1"], "max_axes": 2, "time_limit": 5.0,
-    "precision": "bf16-mixed", "expert_load": [3, 1],
+    "precision": "bf16-mixed", "expert_load": [3, 1], "offload": "activations",
 }  # fmt: skip
 
 
@@ -75,7 +75,8 @@ def test_all_wishes_arrive() -> None:
     assert all(getattr(everything.pins, pin.name) for option in PLAN_OPTIONS for pin in option.pins)
     assert pin_words(everything.pins) == [
         "2 groups", "mesh data=2 x tensor=2", "cut at layers.1", "schedule 1f1b", "4 microbatches", "up: tensor=n",
-        "*.weight: S0,I use", "input x: S0,R", "output 0: I,I", "layers.*: recompute", "precision bf16-mixed",
+        "*.weight: S0,I use", "input x: S0,R", "output 0: I,I", "layers.*: recompute",
+        "on the host: activations", "precision bf16-mixed",
         "*: load of 2 experts, 75.0% for the fullest", "at most 4.00 GiB per device",
     ]  # fmt: skip
     assert request_of({}) == PlanRequest() and pin_words(Pins()) == []

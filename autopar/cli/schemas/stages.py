@@ -27,6 +27,7 @@ class RequestedChoices:
     expert_load: Annotated[dict[str, Any], "shares of rows of routed experts, by pattern of modules"]
     layout: Annotated[str, "the words of the layout; empty for a plan that was searched"] = ""
     target: Annotated[str, "the trainer that the plan is for; empty for autopar's own runtime"] = ""
+    offload: Annotated[str, "what may be kept on the host, such as optimizer=0.5; empty if nothing"] = ""
     mode: Annotated[str, "inference for a plan that runs forward alone; empty for one of training"] = ""
 
 

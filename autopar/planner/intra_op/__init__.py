@@ -8,6 +8,7 @@ Driven by :mod:`.mesh_plan`, a graph passes through:
 :mod:`.building`        the integer program: what each operator can do, seconds and bytes of it; the mathematics
 :mod:`.solving`         its solution; no other folder knows a solver
 :mod:`.within_memory`   the cheapest plan whose bytes, counted in full, stay within the limit
+:mod:`.offload_choice`  how much of a plan is moved to the memory of the host
 :mod:`.plan_completion` decided strategies -> a whole plan; :mod:`.reshard`: its routes
 :mod:`.memory`          decisions about memory, the ledger of what is held, and the peak of a step
 :mod:`.one_device`      the plan for one device; :mod:`.random_plans`: random plans, for tests;

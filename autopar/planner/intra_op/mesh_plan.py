@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -10,17 +10,17 @@ from functools import cache
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.garbage_collection import uncollected
 from autopar.planner.effort import EFFORT
-from autopar.planner.intra_op.building.decoder import Decided, Decoder
+from autopar.planner.intra_op.building.decoder import Decoder
 from autopar.planner.intra_op.building.integer_program import Beaten, Choice, MomentBytes
-from autopar.planner.intra_op.building.space import fitting_strategy
 from autopar.planner.intra_op.memory.memory_errors import AllTooLarge, OutOfReach, too_big
 from autopar.planner.intra_op.mesh_problem import MeshProblem
+from autopar.planner.intra_op.offload_choice import brought_back, check_host_memory, decided_of
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.intra_op.solving import highs
 from autopar.planner.intra_op.within_memory import UNLIMITED, WithinMemory, against
 from autopar.plans.memory_decisions import REGATHER
-from autopar.plans.plan import ParamChoice, StagePlan
-from autopar.rules.strategy import Strategy
+from autopar.plans.offload_options import EVERY, Offload
+from autopar.plans.plan import StagePlan
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.texts import show_bytes
@@ -65,24 +65,74 @@ def plan_graph(
         return WithinMemory(setting, *setting.problem(limit < float("inf")), limit)
 
     if limit == float("inf"):
-        return keeping().plan()
+        return check_host_memory(setting, keeping().plan())
     if earlier.free is None:
         earlier.free = keeping().free()
     free = replace(earlier.free.with_in_flight(options.in_flight), devices=setting.priced.devices)
     if free.price.memory_bytes <= limit:
-        return free
+        return check_host_memory(setting, free)
     if free.price.seconds >= options.worth_seconds:  # with all memory that it wants, and what saves memory takes longer
         raise Beaten(free.price.seconds)
-    best, bound, too_large = choosing(setting, limit, earlier.ends)  # the same problem, and more to choose from
+    if not options.offload.chooses_activations:
+        return check_host_memory(setting, _within(setting, limit, free, keeping, earlier.ends))
+    return _with_offload(setting, limit, free)
+
+
+def _within(
+    setting: MeshProblem, limit: float, free: StagePlan, keeping: Callable[[], WithinMemory],
+    ends: dict[object, object] | None,
+) -> StagePlan:  # fmt: skip
+    """Return the cheapest plan within a limit that the fastest plan, ``free``, exceeds.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        Beaten: it is not worth the search.
+    """
+    options = setting.options
+    best, bound, too_large = choosing(setting, limit, ends)  # the same problem, and more to choose from
     if best is None and not too_large and bound == float("inf") and not options.explains:  # nor with fewer choices
-        raise OutOfReach(f"no plan fits {show_bytes(limit)} per device on {mesh.shown()}")
+        raise OutOfReach(f"no plan fits {show_bytes(limit)} per device on {setting.mesh.shown()}")
     # recomputation is priced in the finished plan only: a plan without may be faster than the program says
     if best is None or (best.solution is not None and best.solution.gap > min(EFFORT.far_gap, options.memory_gap)):
         best = _or_keeping_all(keeping(), best, bound, too_large)
     if best is None:
         smallest = min(too_large, key=lambda p: p.price.memory_bytes)
-        raise InfeasibleError(too_big(graph, free, smallest, limit))
+        raise InfeasibleError(too_big(setting.graph, free, smallest, limit))
     return best
+
+
+def _with_offload(setting: MeshProblem, limit: float, free: StagePlan) -> StagePlan:
+    """Return the fastest of four plans within a limit, each with as little moved to the host as it needs.
+
+    One chooses of everything at once. The others choose of less, which are easier programs: nothing is moved; nothing
+    is recomputed; all is moved that may be.
+
+    Raises:
+        InfeasibleError, Beaten: as :func:`_within`.
+    """
+    plans: list[StagePlan] = []
+    failure: InfeasibleError | Beaten | None = None
+    options = setting.options
+    for variant in (
+        setting, setting.like(offload=Offload()), setting.like(may_recompute=False),
+        setting.like(offload=Offload((EVERY,)), may_recompute=False),
+    ):  # fmt: skip
+        if plans:
+            worth = min(plan.price.seconds for plan in plans)
+            variant.options = replace(variant.options, worth_seconds=min(worth, options.worth_seconds))
+
+        def keeping(variant: MeshProblem = variant) -> WithinMemory:
+            return WithinMemory(variant, *variant.problem(True, choices=bool(variant.asked)), limit)
+
+        try:
+            plan = keeping().plan() if variant.asked else _within(variant, limit, free, keeping, None)
+            plans.append(check_host_memory(variant, brought_back(variant, plan, limit)))
+        except (InfeasibleError, Beaten) as error:
+            failure = failure or error
+    if not plans:
+        assert failure is not None
+        raise failure
+    return min(plans, key=lambda plan: plan.price.seconds)
 
 
 def _or_keeping_all(
@@ -244,23 +294,8 @@ def repriced(
     setting = MeshProblem(graph, cluster, mesh, options, devices)
     priced = []
     for plan in plans:
-        ops: dict[int, Strategy] = {}
-        params: dict[int, ParamChoice] = {}
-        for i, (node, rule) in enumerate(zip(graph.nodes, setting.rules, strict=True)):
-            if node.kind == "param" and node.target in plan.params:
-                params[i] = plan.params[node.target]
-            elif node.kind == "op" and node.hot:
-                assert rule is not None
-                names = plan.ops.get(node.name)
-                strategy = fitting_strategy(graph, node, rule, mesh, names) if names is not None else None
-                if strategy is None:
-                    return None
-                ops[i] = strategy
-        outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
         try:
-            stored = {graph.nodes[i].target: plan.buffers[graph.nodes[i].target] for i in setting.stored}
-            decided = Decided(ops, params, outputs, dict(plan.inputs), tensors=plan.about_tensors, buffers=stored)
-            priced.append(setting.realise(decided, plan, weighed))
+            priced.append(setting.realise(decided_of(setting, plan, plan.about_tensors), plan, weighed))
         except (PlanError, MeshError):
             return None
     return priced

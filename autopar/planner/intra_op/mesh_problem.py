@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
 
+from autopar.errors import PlanError
 from autopar.planner.intra_op.building.build import Builder
 from autopar.planner.intra_op.building.decoder import Decided, Decoder
 from autopar.planner.intra_op.building.fold import fold, unfolded
@@ -20,12 +23,14 @@ from autopar.planner.intra_op.pins.pinned_choices import PinnedChoices
 from autopar.planner.intra_op.plan_completion import complete
 from autopar.plans.clusters import check_mesh
 from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT
+from autopar.plans.offload_options import paths_of
 from autopar.plans.plan import StagePlan
 from autopar.plans.stepped_by import stepped_by
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
+from cost_models.host_link import no_host
 from hardware_profiles import Cluster
 
 
@@ -45,9 +50,28 @@ class MeshProblem:
         self.rules = rules_of(graph, folding.representative)
         self.pins = PinnedChoices(graph, self.rules, mesh, options)
         self.segments = segments_of(graph, self.rules, options.recompute)
+        self.asked = self._asked()
         # blocks that are pinned differently are different blocks
-        self.folding = folding if self.pins.uniform(folding) else unfolded(graph)
+        alike = self.pins.uniform(folding) and all((r in self.asked) == (i in self.asked)
+                                                   for i, r in enumerate(folding.representative))  # fmt: skip
+        self.folding = folding if alike else unfolded(graph)
         self.recomputable: Recomputable | None = None
+
+    def _asked(self) -> frozenset[int]:
+        """Return the operators whose results the user asked to be moved to the memory of the host.
+
+        Raises:
+            PlanError: the devices have none.
+        """
+        offload = self.options.offload
+        if offload.activations is None:
+            return frozenset()
+        if self.priced.host is None:
+            raise PlanError(f"offload: {no_host(self.priced.device)}")
+        return frozenset(
+            i for i, node in self.graph.of_kind("op")
+            if node.hot and any(fnmatchcase(path, p) for path in paths_of(node.module) for p in offload.patterns)
+        )  # fmt: skip
 
     def problem(self, keep_memory: bool, choices: bool = False) -> tuple[Problem, Decoder]:
         """Return the integer program and its decoder.
@@ -62,12 +86,19 @@ class MeshProblem:
             pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None,
             dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
             options.in_flight, self.segments, choose_recompute, choices, options.blocks, self.stored,
-            self.stored_states,
+            self.stored_states, options.offload.chooses_activations, self.asked,
         ).build()  # fmt: skip
         if choose_recompute:
             self.recomputable = decoder.recomputable
         pins.require(problem)
         return problem, decoder
+
+    def like(self, **options: Any) -> MeshProblem:
+        """Return the same problem with other options on memory, of which no failure is explained."""
+        other = copy(self)
+        other.options = replace(self.options, explains=False, **options)
+        other.asked, other.recomputable = other._asked(), None
+        return other
 
     def with_all_recomputed(self) -> MeshProblem | None:
         """Return the same problem with everything recomputed that may be, or None if nothing may."""

@@ -20,6 +20,7 @@ from autopar.planner.intra_op.building.decoder import Decided
 from autopar.planner.intra_op.building.parameter_sharding import choices
 from autopar.planner.intra_op.memory.recompute import patterns_in
 from autopar.planner.intra_op.mesh_problem import MeshProblem
+from autopar.planner.intra_op.offload_choice import check_host_memory, moved_to_host
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.layouts.dim_classes import DimClasses
 from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, SHARD, OperatorCuts, strategy_of
@@ -222,7 +223,9 @@ class _Pinned:
             may_recompute=False, fold=True, in_flight=self._in_flight,
         )  # fmt: skip
         setting = MeshProblem(graph, self.cluster, said.mesh, options, devices)
-        return setting.realise(self._decided(graph, setting))
+        plan = setting.realise(self._decided(graph, setting))
+        limit = device_limit(self.cluster, devices, options.memory_limit_bytes)
+        return check_host_memory(setting, moved_to_host(setting, plan, limit))
 
     def _decided(self, graph: Graph, setting: MeshProblem) -> Decided:
         mesh, text = self.said.mesh, self.said.text

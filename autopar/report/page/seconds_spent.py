@@ -186,7 +186,7 @@ def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, ch
     rules = rules_of(graph)
     holds = ledger(graph, rules, stage.mesh, chosen, stage.reshard_paths, stage.memory, kernels=priced.kernels)
     steps = list(holds.steps_again)
-    tally.seconds[SLICES] += sum(waiting_seconds(priced, holds).values())
+    tally.seconds[SLICES] += sum(waiting_seconds(graph, rules, priced, chosen, holds).values())
     segment_of = segment_numbers(graph, stage.recompute)
     runs_again = {i for segment in holds.segments if segment.active for i in segment.ops}
     for i, less in hidden(graph, rules, priced, chosen, stage.reshard_paths, segment_of).items():

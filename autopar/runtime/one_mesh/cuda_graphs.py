@@ -18,6 +18,7 @@ import torch
 
 from autopar.errors import RunError
 from autopar.lower.compilable import breaks
+from autopar.plans.memory_decisions import OFFLOAD
 from autopar.rules.families.sharded_random import seed_at
 from autopar.runtime.batches.module_calls import ModuleCall
 from autopar.runtime.gradients.step_gradients import has_hooks
@@ -209,6 +210,11 @@ def recordable(run: ParallelRun, call: ModuleCall, recorder: StepRecorder | None
     if run.inference:
         raise RunError(f"train_step: {FORWARD_ALONE}")
     stage = run.stage
+    if stage.plan.memory.get(OFFLOAD):
+        raise RunError(
+            "a step whose plan moves results to the memory of the host (offload) is not recorded as a CUDA graph: "
+            "their copies begin and end in hooks of the backward. Call pm.train_step, or plan with offload='none'"
+        )
     if run.seeds.mode == "torch" and stage.draws:
         raise RunError(
             "a step that draws as torch does in eager mode (random='torch') is not recorded, since the host follows "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autopar.planner.intra_op.building.hidden_seconds import Hidden, hidden
 from autopar.planner.intra_op.building.parameter_load import NOTHING, ParameterLoad, beside_ops, parameter_load
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.memory.ledger import recompute_seconds
+from autopar.planner.intra_op.memory.ledger import recompute_seconds, waits_for_copies
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.planner.intra_op.plan_completion import needs
 from autopar.plans.plan import StagePlan, reshard_key, segment_numbers
@@ -106,6 +106,7 @@ def phases(
     if second:
         holds = ledger(graph, rules, plan.mesh, chosen, plan.reshard_paths, plan.memory, kernels=pricer.kernels)
         again = sum(recompute_seconds(graph, rules, pricer, chosen, plan.reshard_paths, holds))
+        forward += waits_for_copies(graph, rules, pricer, chosen, holds)[0]  # the rest of `again` is the backward's
     total += again
     inputs = max(0.0, total - forward - weights)  # rounding: all of it may be the weights'
     later = beside.backward - beside.split  # gradients of weights that a split backward computes beside nothing

@@ -22,7 +22,7 @@ from autopar.planner.intra_op.building.decoder import Decoder
 from autopar.planner.intra_op.building.flows import ReadAlike, flow, pieces_for_copies, read_alike
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import Item, OnlyWith, Problem, Tensor
-from autopar.planner.intra_op.building.overlap_terms import overlaps, parameter_overlaps
+from autopar.planner.intra_op.building.overlap_terms import copy_overlaps, overlaps, parameter_overlaps
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.kept_state import storage_options
@@ -31,7 +31,7 @@ from autopar.planner.intra_op.memory.ledger import Ledger
 from autopar.planner.intra_op.memory.memory_choices import MemoryOffers
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.planner.intra_op.memory.moment_rows import MomentRows
-from autopar.plans.memory_decisions import memory
+from autopar.plans.memory_decisions import OFFLOAD, memory
 from autopar.plans.plan import ParamChoice, Recompute, segment_numbers
 from autopar.plans.stepped_by import stepped_by
 from autopar.rules.notation import Rule
@@ -63,6 +63,8 @@ class Builder:
         choose_memory: let gathered copies be regathered in the backward instead of being kept, and results be
             given up by decisions about tensors.
         blocks: names of the operators with which blocks begin, if they are known.
+        offloads: results may be moved to the memory of the host, of ``choose_memory``.
+        asked: operators whose results the user asked to be moved there.
         stored: buffers whose storage is decided (:mod:`autopar.planner.intra_op.kept_state`).
         stored_states: pinned placements of these, by name.
     """
@@ -86,6 +88,8 @@ class Builder:
     blocks: Sequence[str] = ()
     stored: frozenset[int] = frozenset()
     stored_states: Mapping[str, State] = field(default_factory=dict)
+    offloads: bool = False
+    asked: frozenset[int] = frozenset()
 
     def build(self) -> tuple[Problem, Decoder]:
         """Return the integer program, and the decoder of its solutions."""
@@ -93,11 +97,7 @@ class Builder:
         names = {graph.nodes[i].target: i for i in self.stored}
         groups = read_alike(graph, self.fold, self._segment_of, names)
         chains, chain_of = self._chains(groups, counts)
-        for chain in chains if self.choose_recompute else ():
-            self._offers.recompute(chain, counts)
-        for chain in chains if self.choose_memory else ():
-            self._offers.give_up(chain, counts)
-            self._offers.regather(chain, chains, chain_of)
+        self._add_memory_choices(chains, chain_of)
         items = [Item(graph.nodes[c.nodes[-1]].name, tuple(c.seconds), tuple(c.n_bytes)) for c in chains]
         item_of = dict(chain_of)  # chains are the first items
         row_of = {node: (chain.rows, k) for chain in chains for k, node in enumerate(chain.nodes)}
@@ -152,6 +152,11 @@ class Builder:
                 *parameter_overlaps(
                     graph, self.rules, self.fold, self.pricer, self.microbatches, may_hide, item_of, row_of
                 ),
+                *copy_overlaps(
+                    graph, self.rules, self.fold, self.pricer, self.microbatches,
+                    {item: chain.copied for item, chain in enumerate(chains) if chain.copied}, item_of, row_of,
+                    recomputed_of,
+                ),
             ),
             only_with=tuple(only_with),
         )  # fmt: skip
@@ -160,6 +165,18 @@ class Builder:
             moments = MomentRows(kept, self.fold, problem, parameters, self.optimizer, self.microbatches, storage)
         may = self._offers.recomputable if self.choose_recompute else None
         return problem, Decoder(graph, self.fold, chains, parameters, outputs, arrivals, may, moments, storage)
+
+    def _add_memory_choices(self, chains: Sequence[Chain], chain_of: Mapping[int, int]) -> None:
+        """Add the rows of decisions about memory to all chains, or the one that was asked for to all rows."""
+        counts = self.fold.counts
+        for chain in chains if self.choose_recompute else ():
+            self._offers.recompute(chain, counts)
+        for chain in chains if self.asked else ():
+            self._offers.move_asked(chain, counts, OFFLOAD)
+        for chain in chains if self.choose_memory else ():
+            if not self.asked:
+                self._offers.give_up(chain, counts)
+            self._offers.regather(chain, chains, chain_of)
 
     def _add_parameters(
         self, items: list[Item], item_of: dict[int, int], groups: Mapping[int, list[ReadAlike]],
@@ -354,7 +371,7 @@ class Builder:
     def _offers(self) -> MemoryOffers:
         return MemoryOffers(
             self.graph, self.rules, self.fold, self.pricer, self.microbatches, self._segment_of, self._memory,
-            self.blocks, self._arrivals,
+            self.blocks, self._arrivals, self.offloads, self.asked,
         )  # fmt: skip
 
     # -- chains

@@ -22,6 +22,8 @@ class Chain:
         regathered: by row, the inputs (node and position) whose gathered copies are gathered a second time, with the
             part of a copy that is kept instead; empty if none may be.
         given_up: by row, the decision about the result of each node that is not kept; empty if there are none.
+        copied: by row, the seconds of a step of copies beside compute to the host and back, which are part of
+            ``seconds``; empty if there are none.
     """
 
     nodes: list[int]
@@ -31,6 +33,19 @@ class Chain:
     recomputed: list[frozenset[int]] = field(default_factory=list)
     regathered: list[dict[tuple[int, int], float]] = field(default_factory=list)
     given_up: list[dict[int, str]] = field(default_factory=list)
+    copied: list[tuple[float, float]] = field(default_factory=list)
+
+    def repeat(self, r: int) -> None:
+        """Append row ``r`` once more, with all but what of it is regathered."""
+        self.rows.append(self.rows[r])
+        self.seconds.append(self.seconds[r])
+        self.n_bytes.append(self.n_bytes[r])
+        if self.recomputed:
+            self.recomputed.append(self.recomputed[r])
+        if self.given_up:
+            self.given_up.append(self.given_up[r])
+        if self.copied:
+            self.copied.append(self.copied[r])
 
     def follow(
         self, i: int, position: int, strategies: Sequence[Strategy], seconds: Sequence[float], n_bytes: Sequence[float]

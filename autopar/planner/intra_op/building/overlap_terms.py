@@ -88,6 +88,46 @@ def parameter_overlaps(
     return tuple(result)
 
 
+def copy_overlaps(
+    graph: Graph, rules: Sequence[Rule | None], fold: Fold, pricer: Pricer, microbatches: int,
+    copied: Mapping[int, Sequence[tuple[float, float]]], item_of: Mapping[int, int], row_of: Rows,
+    recomputed_of: Mapping[int, Sequence[frozenset[int]]],
+) -> tuple[HiddenSeconds, ...]:  # fmt: skip
+    """Return the overlaps of copies to the memory of the host, and back, with all that their pass computes.
+
+    One for each direction, which together say that the copies of a pass take what they exceed its computation by: less
+    than a plan waits (:func:`cost_models.host_link.copy_waits`), in which copies have an order.
+
+    Args:
+        copied: by item, the seconds of a step of copies out and in, by row.
+        recomputed_of: by item, the operators that run once more in the backward, by row.
+    """
+    result = []
+    for backward in (False, True) if copied else ():
+        side: dict[int, list[float]] = {}
+        for k in row_of:
+            _add(side, graph, rules, k, backward, fold.counts[k] * microbatches, pricer, item_of, row_of)
+        for item, rows in recomputed_of.items() if backward else ():
+            _add_recomputed(side[item], graph, rules, rows, fold.counts, microbatches, pricer, row_of)
+        moved = tuple([(item, tuple([spent[backward] for spent in rows])) for item, rows in copied.items()])
+        computed = tuple([(item, tuple(spent)) for item, spent in side.items() if any(spent)])
+        result.append(HiddenSeconds((moved, computed)))
+    return tuple(result)
+
+
+def _add_recomputed(
+    side: list[float], graph: Graph, rules: Sequence[Rule | None], rows: Sequence[frozenset[int]],
+    counts: Mapping[int, int], microbatches: int, pricer: Pricer, row_of: Rows,
+) -> None:  # fmt: skip
+    """Add the second forward of what is recomputed to the seconds of an item, by strategy."""
+    for number, again in enumerate(rows):
+        for k in again:
+            rule, (strategies, place) = rules[k], row_of[k]
+            assert rule is not None
+            spent = pricer.compute(graph, graph.nodes[k], rule, strategies[number][place])
+            side[number] += counts[k] * microbatches * spent.forward
+
+
 def _add(
     computed: dict[int, list[float]], graph: Graph, rules: Sequence[Rule | None], k: int, backward: bool, times: int,
     pricer: Pricer, item_of: Mapping[int, int], row_of: Rows,

@@ -32,6 +32,7 @@ from autopar.words.meshes import Mesh
 from autopar.words.placements import State, changed_axis, step_collectives
 from autopar.words.shards import elements_moved, local_shape
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
+from cost_models.host_link import HostCopies, copies_of
 from cost_models.matrix_steps import iteration_seconds
 from cost_models.optimizer_bytes import MUON
 from cost_models.parameter_overlap import HIDES_NOTHING, TENSOR, Shares, shares_of, tensor_exposed
@@ -52,6 +53,7 @@ class Pricer:
         shares: how far collectives of parameters overlap with computing.
         kernels: the kernels that run on the devices.
         tensor: the fraction that is waited for of collectives of tensor parallelism between operators.
+        host: copies of the device to the memory of its host and back; None if it has none.
     """
 
     mesh: Mesh
@@ -62,6 +64,7 @@ class Pricer:
     shares: Shares = HIDES_NOTHING
     kernels: Kernels = CPU
     tensor: float = 1.0
+    host: HostCopies | None = None
     _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
     _elements: dict[tuple[tuple[int, ...], State], int] = field(default_factory=dict)
     _parameters: dict[object, float] = field(default_factory=dict)
@@ -327,5 +330,6 @@ def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...], costs: Costs
     axes = costs.axes(mesh.size_of, devices)
     device = cluster.slowest(devices)
     return Pricer(
-        mesh, devices, costs, axes, device, shares_of(cluster), kernels_of(cluster, device), tensor_exposed(cluster)
-    )
+        mesh, devices, costs, axes, device, shares_of(cluster), kernels_of(cluster, device), tensor_exposed(cluster),
+        copies_of(cluster, device),
+    )  # fmt: skip

@@ -24,6 +24,7 @@ from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref
 from autopar.words.placements import State
+from cost_models.host_link import Moved, copy_waits
 
 GIVEN = "given"
 """The decision of an entry that is the batch or a buffer, which are there anyway."""
@@ -61,6 +62,22 @@ class Entry:
     readers: tuple[tuple[int, int], ...] = ()
 
 
+class Away(NamedTuple):
+    """Memory that is given up by a decision with copies beside compute, in the order in which it leaves.
+
+    Attributes:
+        decision: its name.
+        n_bytes: bytes on one rank, of one microbatch.
+        last: number of the operator at, or before, its last reader in the forward.
+        asked: number of the operator whose backward is the first that asks for it.
+    """
+
+    decision: str
+    n_bytes: int
+    last: int
+    asked: int
+
+
 @dataclass(frozen=True)
 class Ledger:
     """All entries of one microbatch, and its recomputed segments.
@@ -70,6 +87,7 @@ class Ledger:
         memory: the decisions as a plan has them, without results of segments that nobody keeps.
         lives: for each segment, the operators between which the backward has its entries: the one whose backward first
             asks for them, and the segment's first.
+        away: what leaves the device and comes back, beside compute.
     """
 
     entries: tuple[Entry, ...]
@@ -77,6 +95,7 @@ class Ledger:
     steps_again: tuple[tuple[Ref, State, State], ...] = ()
     memory: Memory = field(default_factory=dict)
     lives: tuple[tuple[int, int], ...] = ()
+    away: tuple[Away, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -126,10 +145,12 @@ def recompute_seconds(
             moved += pricer.step_parts(graph.spec(ref), False, src, dst)[0]
     for ref, src, dst in holds.steps_again:
         moved += pricer.step_parts(graph.spec(ref), False, src, dst)[0]
-    return compute, moved + sum(waiting_seconds(pricer, holds).values())
+    return compute, moved + sum(waiting_seconds(graph, rules, pricer, chosen, holds).values())
 
 
-def waiting_seconds(pricer: Pricer, holds: Ledger) -> dict[str, float]:
+def waiting_seconds(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], holds: Ledger
+) -> dict[str, float]:
     """Return by decision the seconds that a microbatch waits for what leaves and comes back."""
     seconds: dict[str, float] = {}
     for entry in holds.entries:
@@ -137,4 +158,40 @@ def waiting_seconds(pricer: Pricer, holds: Ledger) -> dict[str, float]:
         if record is not None and record.of == TENSORS:
             more = record.price(pricer.costs, pricer.device, entry.n_bytes)
             seconds[record.name] = seconds.get(record.name, 0.0) + more
+    if holds.away:
+        seconds[holds.away[0].decision] = sum(waits_for_copies(graph, rules, pricer, chosen, holds))
     return seconds
+
+
+def waits_for_copies(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], holds: Ledger
+) -> tuple[float, float]:
+    """Return the seconds that the forward and the backward of a microbatch wait for copies beside compute.
+
+    They have what operators compute to hide behind, those of segments that are recomputed once more in the backward;
+    not collectives, which may need the same links.
+    """
+    if not holds.away:
+        return 0.0, 0.0
+    record = DECISIONS[holds.away[0].decision]
+    assert record.copies is not None and pricer.host is not None
+    place: dict[int, int] = {}
+    forward: list[float] = []
+    backward: list[float] = []
+    again = {i for segment in holds.segments if segment.active for i in segment.ops}
+    memo: dict[object, tuple[float, float]] = {}
+    for i, node in graph.of_kind("op"):
+        rule = rules[i]
+        assert rule is not None
+        wanted = tuple([graph.nodes[ref.node].needs_grad for ref in node.refs])
+        key = id(rule), chosen[i].names, node.needs_grad, wanted, pricer.of_kernel(graph, node)
+        if key not in memo:
+            spent = pricer.compute(graph, node, rule, chosen[i])
+            memo[key] = spent.forward, spent.total - spent.forward
+        place[i] = len(forward)
+        forward.append(memo[key][0])
+        backward.append(memo[key][1] + (memo[key][0] if i in again else 0.0))
+    moved = [
+        Moved(*record.copies(pricer.host, away.n_bytes), place[away.last], place[away.asked]) for away in holds.away
+    ]
+    return copy_waits(moved, forward, backward, record.ahead)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.planner.intra_op.building.chains import Chain, position_of
@@ -17,7 +17,7 @@ from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.kept import OUT, share_of
 from autopar.planner.intra_op.memory.ledger import Ledger
 from autopar.planner.intra_op.memory.recomputable import Recomputable, recomputable_of
-from autopar.plans.memory_decisions import KEEP, about_tensors
+from autopar.plans.memory_decisions import DECISIONS, KEEP, MemoryDecision, about_tensors
 from autopar.plans.regather import can_regather, may_wait
 from autopar.rules.notation import Rule
 from autopar.words.graph import Graph, Node, Ref
@@ -33,6 +33,8 @@ class MemoryOffers:
         whole: the ledger of global tensors.
         blocks: names of the operators with which blocks begin, if they are known.
         arrivals: the states in which an input may arrive.
+        offloads: results may be moved to the memory of the host.
+        asked: representatives of the operators whose results the user asked to be moved.
     """
 
     graph: Graph
@@ -44,11 +46,14 @@ class MemoryOffers:
     whole: Ledger
     blocks: Sequence[str]
     arrivals: Callable[[Node], list[State]]
+    offloads: bool = False
+    asked: frozenset[int] = frozenset()
 
     @cached_property
     def recomputable(self) -> Recomputable:
         """The operators that may be recomputed."""
-        return recomputable_of(self.graph, self.fold, self.whole.entries, self.blocks)
+        found = recomputable_of(self.graph, self.fold, self.whole.entries, self.blocks)
+        return replace(found, able=found.able - self.asked)
 
     def recompute(self, chain: Chain, counts: Mapping[int, int]) -> None:
         """Add rows in which operators of a chain are recomputed: all that may be from one of them on.
@@ -87,27 +92,58 @@ class MemoryOffers:
 
         At most one operator's results are back at once; moments count them.
         """
-        graph, pricer = self.graph, self.pricer
         plain = [r for r in range(len(chain.rows)) if not (chain.recomputed and chain.recomputed[r])]
         before = len(chain.rows)
         waits: list[dict[int, str]] = []
-        for record in about_tensors():
+        copied: list[tuple[float, float]] = []
+        for record in self._offered:
             places = [k for k, node in enumerate(chain.nodes) if node in self._may_give_up[record.name]]
             for first in places:
                 usable = [k for k in places if k >= first]
                 for r in plain:
-                    more = sum(
-                        record.price(pricer.costs, pricer.device, pricer.local_bytes(graph.nodes[chain.nodes[k]].out,
-                                                                                     chain.rows[r][k].outs[0]))
-                        for k in usable
-                    )  # fmt: skip
+                    out, back, waited = self._seconds_away(record, chain, r, usable, counts)
                     chain.rows.append(chain.rows[r])
-                    chain.seconds.append(chain.seconds[r] + counts[chain.nodes[0]] * self.microbatches * more)
+                    chain.seconds.append(chain.seconds[r] + out + back + waited)
                     chain.n_bytes.append(chain.n_bytes[r])
                     waits.append({chain.nodes[k]: record.name for k in usable})
+                    copied.append((out, back))
         if waits:
             chain.given_up = [{} for _ in range(before)] + waits
+            chain.copied = [(0.0, 0.0)] * before + copied if any(map(any, copied)) else []
             chain.recomputed += [frozenset()] * len(waits) if chain.recomputed else []
+
+    def move_asked(self, chain: Chain, counts: Mapping[int, int], name: str) -> None:
+        """Let every row of a chain give up the results that the user asked to be moved (:attr:`asked`)."""
+        record, may = DECISIONS[name], self._may_give_up[name]
+        usable = [k for k, node in enumerate(chain.nodes) if node in may and node in self.asked]
+        if not usable:
+            return
+        for r in range(len(chain.rows)):
+            out, back, waited = self._seconds_away(record, chain, r, usable, counts)
+            chain.seconds[r] += out + back + waited
+            chain.copied.append((out, back))
+            chain.given_up.append({chain.nodes[k]: name for k in usable})
+
+    def _seconds_away(
+        self, record: MemoryDecision, chain: Chain, r: int, usable: Sequence[int], counts: Mapping[int, int]
+    ) -> tuple[float, float, float]:
+        """Return the seconds of a step of copies out and in beside compute, and of what is waited for in any case."""
+        pricer, out, back, waited = self.pricer, 0.0, 0.0, 0.0
+        for k in usable:
+            n_bytes = pricer.local_bytes(self.graph.nodes[chain.nodes[k]].out, chain.rows[r][k].outs[0])
+            if record.copies is not None:
+                assert pricer.host is not None
+                there, here = record.copies(pricer.host, n_bytes)
+                out, back = out + there, back + here
+            else:
+                waited += record.price(pricer.costs, pricer.device, n_bytes)
+        times = counts[chain.nodes[0]] * self.microbatches
+        return times * out, times * back, times * waited
+
+    @property
+    def _offered(self) -> list[MemoryDecision]:
+        """The decisions about tensors that may be made: those with copies to the host only where that is allowed."""
+        return [record for record in about_tensors() if record.copies is None or self.offloads]
 
     @cached_property
     def _may_give_up(self) -> dict[str, set[int]]:
@@ -165,13 +201,7 @@ class MemoryOffers:
             return
         chain.regathered = [{} for _ in chain.rows] + [shares for _, shares in gathering]
         for r, _ in gathering:
-            chain.rows.append(chain.rows[r])
-            chain.seconds.append(chain.seconds[r])
-            chain.n_bytes.append(chain.n_bytes[r])
-            if chain.recomputed:
-                chain.recomputed.append(frozenset())
-            if chain.given_up:
-                chain.given_up.append(chain.given_up[r])
+            chain.repeat(r)
 
     @cached_property
     def _gatherable(self) -> set[tuple[int, int]]:

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from autopar.planner.intra_op.memory.fused_chains import SCALE_SHARE, FusedChains, is_loss
-from autopar.planner.intra_op.memory.ledger import GIVEN, Entry, Keeper, Ledger
+from autopar.planner.intra_op.memory.ledger import GIVEN, Away, Entry, Keeper, Ledger
 from autopar.planner.intra_op.memory.recompute import Segment
 from autopar.planner.intra_op.memory.reshard_needs import shape_in_memory
 from autopar.plans.memory_decisions import (
@@ -77,6 +77,7 @@ class Walk:
         self.given_up: dict[int, Ref] = {}  # memory that a segment recomputes for its readers outside
         self.readers: dict[int, list[int]] = {}  # operators whose backward asks for memory that was given up
         self.waits = waiting(graph, memory, self.segment_of)
+        self.away: list[int] = []  # memory that leaves beside compute, in this order
         self.waiting: dict[int, tuple[Ref, MemoryDecision]] = {}  # memory that is given up by a decision about tensors
         self.may_lie: dict[Value, frozenset[int]] = {}  # memory that a value may be a view of, for the emitted program
         self.every = every
@@ -426,12 +427,37 @@ class Walk:
             (ref, a, b): None for (ref, state), (_, steps) in self.copies_again.items()
             if self.lies[ref, state][0] in self.readers for a, b in steps
         }  # fmt: skip
+        self.away = self._away({memory for memory, _ in keepers})
         remade = tuple(sorted(reshard_key(self.graph, ref) for ref in wanted.values()))
         decided: dict[str, tuple[Any, ...]] = {**self.decided, RECOMPUTE_RESULT.name: remade}
         for record in set(self.waits.values()):
             refs = [ref for memory, (ref, by) in self.waiting.items() if by is record and (memory, None) in keepers]
             decided[record.name] = tuple(sorted(reshard_key(self.graph, ref) for ref in refs))
-        return Ledger(tuple(entries), self.segments, tuple(regathered), in_order(decided), self.lives(wanted))
+        away = tuple(self._left(memory) for memory in self.away)
+        return Ledger(tuple(entries), self.segments, tuple(regathered), in_order(decided), self.lives(wanted), away)
+
+    def _away(self, kept: Collection[int]) -> list[int]:
+        """Return the memory that leaves by a decision with copies beside compute, in the order in which it does."""
+        leaving = [memory for memory, (_, record) in self.waiting.items() if record.ahead and memory in kept]
+        return sorted(leaving, key=lambda memory: (self.read_at[memory], self.memories[memory].since))
+
+    def _left(self, memory: int) -> Away:
+        """Return when memory leaves, and when the backward asks for it."""
+        at = self.read_at[memory]
+        last = next(what for what in reversed(self.order[: at + 1]) if isinstance(what, int))
+        return Away(self.waiting[memory][1].name, self.memories[memory].n_bytes, last, self.first_asked(memory))
+
+    def first_asked(self, memory: int) -> int:
+        """Return the operator whose backward is the first to ask for memory that was given up.
+
+        It is its last reader, or that of a copy regathered from it.
+        """
+        since = self.memories[memory].since
+        mine = any(keeper.node == since for entry in self.entries_of.get(memory, ()) for keeper in entry.keepers)
+        asking = [*self.readers.get(memory, ()), *([since] if mine else [])]
+        for copy, piece in self.piece_of.items():
+            asking += self.readers.get(copy, ()) if piece == memory else ()
+        return max(asking)
 
     def _activate_segments(self, keepers: dict[tuple[int, int | None], list[Keeper]]) -> None:
         """Find the segments that are recomputed, and let them keep what they take from outside."""

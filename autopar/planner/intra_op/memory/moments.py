@@ -182,6 +182,7 @@ class StepMoments:
         long as autograd keeps it.
         """
         walk = self.walk
+        self._note_away()
         of_segment: dict[int, list[int]] = {}
         last_asks: dict[int, int] = {}  # of pieces, the operator whose backward is the last to ask for a copy
         for copy, piece in walk.piece_of.items():
@@ -191,6 +192,7 @@ class StepMoments:
             if given or not n_bytes:
                 continue
             made_at, until = walk.made_at[memory], walk.read_at[memory]
+            until = max(until, self._leaves_at.get(memory, until))
             if memory in walk.arrived:
                 made_at, until = 0, self.n - 1
             if segment >= 0:
@@ -226,12 +228,25 @@ class StepMoments:
         It is from the backward of its last reader, or of that of a copy regathered from it, to that of its maker, or
         through it if that keeps it.
         """
-        walk = self.walk
         mine = any(keeper.node == entry.since for keeper in entry.keepers)
-        asking = [*walk.readers.get(memory, ()), *([entry.since] if mine else [])]
-        for copy, piece in walk.piece_of.items():
-            asking += walk.readers.get(copy, ()) if piece == memory else ()
-        return self.back(self.at_of[max(asking)], 0), self.back(self.at_of[entry.since], 1 if mine else 0)
+        begin = self.back(self.at_of[self.walk.first_asked(memory)], 0)
+        return min(begin, self._comes_at.get(memory, begin)), self.back(self.at_of[entry.since], 1 if mine else 0)
+
+    def _note_away(self) -> None:
+        """Note when memory that leaves beside compute is free, and when it is taken for the way back.
+
+        It is free at the last reader of what leaves so many tensors later, or at the end of the forward, and it comes
+        when the first backward asks for that one, or at the beginning of the backward.
+        """
+        walk = self.walk
+        self._leaves_at: dict[int, int] = {}
+        self._comes_at: dict[int, int] = {}
+        for number, memory in enumerate(walk.away):
+            number += walk.waiting[memory][1].ahead
+            later = walk.away[number] if number < len(walk.away) else None
+            self._leaves_at[memory] = walk.read_at[later] if later is not None else self.n - 1
+            asked = self.at_of[walk.first_asked(later)] if later is not None else self.n - 1
+            self._comes_at[memory] = self.back(asked, 0)
 
     def _gathered_again(self, memory: int, n_bytes: int) -> int:
         """Return the bytes to regather a copy, besides itself: it is gathered elsewhere and copied into its place."""

@@ -7,11 +7,12 @@ to the segment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from autopar.errors import PlanError, first_few
+from autopar.plans.offload_options import EVERY
 from autopar.plans.plan import Recompute
 from autopar.rules.notation import Rule
 from autopar.rules.saved_tensors import keeps
@@ -39,12 +40,7 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
     modules = _modules(graph)
     chosen: set[str] = set()
     for pattern in patterns:
-        matched = {path for path in modules if fnmatchcase(path, pattern)}
-        if not matched:
-            outer = sorted(modules, key=lambda path: (path.count("."), path))
-            shown = first_few(outer, SHOWN)
-            raise PlanError(f"recompute '{pattern}' matches no module; modules are {shown or 'none'}")
-        chosen |= matched
+        chosen |= _matched(modules, pattern, "recompute")
     outermost = [path for path in modules if path in chosen and not _outer(path) & chosen]
     for path in outermost:
         positions = [p for p, i in enumerate(ops) if f"{graph.nodes[i].module}.".startswith(f"{path}.")]
@@ -57,6 +53,27 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
             )
         regions.append((ops[first], ops[last]))
     return _segments(graph, rules, regions)
+
+
+def check_modules(graph: Graph, patterns: Sequence[str]) -> None:
+    """Refuse patterns of the option ``offload`` that match no module.
+
+    Raises:
+        PlanError: with the modules that there are.
+    """
+    modules = _modules(graph) if patterns else {}
+    for pattern in patterns:
+        if pattern != EVERY:
+            _matched(modules, pattern, "offload")
+
+
+def _matched(modules: Collection[str], pattern: str, option: str) -> set[str]:
+    """Return the modules whose paths match a pattern of an option."""
+    matched = {path for path in modules if fnmatchcase(path, pattern)}
+    if not matched:
+        outer = sorted(modules, key=lambda path: (path.count("."), path))
+        raise PlanError(f"{option} '{pattern}' matches no module; modules are {first_few(outer, SHOWN) or 'none'}")
+    return matched
 
 
 def _segments(graph: Graph, rules: Sequence[Rule | None], runs: list[tuple[int, int]]) -> Recompute:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from autopar.planner.effort import PATIENT, SolverWork, requested_seconds
+from autopar.plans.offload_options import NOTHING, Offload
 from autopar.words.placements import State
 from hardware_profiles import Cluster, budget_of
 
@@ -35,6 +36,7 @@ class Options:
             backward, and is recomputed there. So are regions that the model runs under activation checkpointing.
         may_recompute: if memory binds, and neither ``recompute`` nor the model says what is recomputed, operators of
             any block may.
+        offload: what may be moved to the memory of the host.
         explains: if nothing fits, look for the smallest plan, to say what that needs. It takes several runs of the
             solver, which a search over many meshes spends on the one of which it tells.
         blocks: names of the operators with which blocks begin, where known: recomputation is block
@@ -56,6 +58,7 @@ class Options:
     in_flight: int = 1
     recompute: Sequence[str] = ()
     may_recompute: bool = True
+    offload: Offload = NOTHING
     explains: bool = True
     blocks: Sequence[str] = ()
     buffers: Mapping[str, State] | None = None

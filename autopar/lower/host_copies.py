@@ -1,0 +1,144 @@
+"""Copies between a device and the memory of its host that run beside compute, on streams of their own.
+
+Each direction of a device has a stream, so that copies of a direction run one after another, in the order in which they
+were started. A copy begins when what the caller's stream has launched so far is done, and the caller's stream waits for
+its end where it asks for it (:meth:`Copy.wait`): by events of the device, never by the host. Processors have no such
+streams: their copies are done when they were started, unless :func:`using` names another :class:`Copier`.
+
+Buffers in the memory of the host are pinned where the device is a GPU, and are used again (:class:`HostBuffers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from autopar.allocations import elsewhere
+
+
+class Copy(Protocol):
+    """A copy that was started."""
+
+    def wait(self) -> None:
+        """Let everything that the caller launches from now on wait for the end of the copy."""
+
+
+class Copier(Protocol):
+    """Copies in one direction of one device."""
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """Start a copy of bytes, which begins when what the caller launched so far is done."""
+        ...
+
+
+class _Done:
+    """A copy that is done."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+class AtOnce:
+    """Copies that are done when they were started, as on processors."""
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """Copy now."""
+        target.copy_(source)
+        return _Done()
+
+
+class _OnStream:
+    """A copy on a stream of its own."""
+
+    def __init__(self, device: torch.device, event: Any) -> None:
+        self.device, self.event = device, event
+
+    def wait(self) -> None:
+        """Let the caller's stream wait for the copy."""
+        torch.get_device_module(self.device).current_stream(self.device).wait_event(self.event)
+
+
+class OnStream:
+    """Copies on one stream of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: Any = torch.get_device_module(device).Stream(device=device)
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """Start a copy behind what the caller's stream has launched."""
+        module = torch.get_device_module(self.device)
+        self.stream.wait_stream(module.current_stream(self.device))
+        with module.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            event = self.stream.record_event()
+        for x in (target, source):
+            if x.device.type == self.device.type:
+                x.record_stream(self.stream)  # it may be freed before it was waited for, where a graph is dropped
+        return _OnStream(self.device, event)
+
+
+_MADE: dict[tuple[torch.device, bool], Copier] = {}
+_INSTEAD: list[tuple[Copier, Copier]] = []
+
+
+def copier(device: torch.device, *, to_host: bool) -> Copier:
+    """Return what copies from a device to its host, or back."""
+    if _INSTEAD:
+        return _INSTEAD[-1][0 if to_host else 1]
+    if device.type in ("cpu", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
+        return AtOnce()
+    key = device, to_host
+    if key not in _MADE:
+        _MADE[key] = OnStream(device)
+    return _MADE[key]
+
+
+@contextlib.contextmanager
+def using(to_host: Copier, to_device: Copier) -> Iterator[None]:
+    """Copy by these in this scope, on all threads: autograd calls hooks on threads of its own."""
+    _INSTEAD.append((to_host, to_device))
+    try:
+        yield
+    finally:
+        _INSTEAD.pop()
+
+
+class HostBuffers:
+    """Buffers in the memory of the host, by size; those that were given back are used again.
+
+    Attributes:
+        n_bytes: of all buffers, those in use included.
+    """
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, n_bytes: int, pinned: bool) -> torch.Tensor:
+        """Return a buffer of bytes."""
+        with self._lock:
+            free = self._free.get((n_bytes, pinned))
+            if free:
+                return free.pop()
+            self.n_bytes += n_bytes
+        with elsewhere():
+            return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Keep a buffer for another use; nothing reads it any more but what was launched before."""
+        with self._lock:
+            self._free.setdefault((buffer.numel(), buffer.is_pinned()), []).append(buffer)
+
+
+BUFFERS = HostBuffers()
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """Return all bytes of a tensor's storage as one dim."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,180 @@
+"""Seconds of copies between a device and the memory of its host, and how much of them compute hides.
+
+A device copies in both directions at once, each on a stream of its own, beside compute. What one device reaches depends
+on what the others of its machine do: some share the wire into the host, all share its memory. Copies that plans make
+are made by all devices of a machine in the same moments, so prices take them so.
+
+A copy takes ``latency + bytes / rate``. In a phase (the forwards, or the backwards, of a step) with ``a`` seconds of
+copies out and ``b`` of copies in, each counted alone, the link is busy for ``min(a, b) / f + |a - b|`` seconds, with
+``f`` the part of its rate that a direction keeps while the other copies. What exceeds the compute of the phase is
+waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hardware_profiles import Cluster, Device, HostLink, ProfileError
+
+MEMORY_FRACTION = 0.8
+"""Part of a memory's nominal bandwidth that streams reach, as STREAM does on two-socket servers."""
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """Copies of one device of a machine in which several devices copy alike.
+
+    Attributes:
+        link: the device's way to the host.
+        devices: devices of the machine that copy at once.
+    """
+
+    link: HostLink
+    devices: int = 1
+
+    def _rate(self, alone: float) -> float:
+        """Return the bytes per second of one direction, while the other devices of the machine copy as much."""
+        return min(alone / min(self.devices, self.link.shared_by), self.memory_rate)
+
+    @property
+    def to_host_rate(self) -> float:
+        """Bytes per second to the host."""
+        return self._rate(self.link.to_host_bytes_per_second)
+
+    @property
+    def to_device_rate(self) -> float:
+        """Bytes per second to the device."""
+        return self._rate(self.link.to_device_bytes_per_second)
+
+    def to_host(self, n_bytes: float, copies: int = 1) -> float:
+        """Return the seconds of copies to the host, one after another, nothing coming in."""
+        return copies * self.link.latency_seconds + n_bytes / self.to_host_rate
+
+    def to_device(self, n_bytes: float, copies: int = 1) -> float:
+        """Return the seconds of copies to the device, one after another, nothing going out."""
+        return copies * self.link.latency_seconds + n_bytes / self.to_device_rate
+
+    def busy(self, out_seconds: float, in_seconds: float) -> float:
+        """Return how long the link is busy with copies of both directions, each counted alone."""
+        shorter, longer = sorted((out_seconds, in_seconds))
+        return shorter / self.both_fraction + (longer - shorter)
+
+    @property
+    def both_fraction(self) -> float:
+        """Part of its rate that each direction keeps while the other copies, the host's memory included."""
+        return min(self.link.both_fraction, self.memory_rate / (self.to_host_rate + self.to_device_rate))
+
+    def waited(self, out_seconds: float, in_seconds: float, compute_seconds: float) -> float:
+        """Return what a phase waits for its copies: how long the link is busy beyond the phase's compute."""
+        return max(0.0, self.busy(out_seconds, in_seconds) - compute_seconds)
+
+    @property
+    def memory_bytes(self) -> float:
+        """The share of the host's memory that one device may fill, in bytes."""
+        return self.link.memory_bytes / min(self.devices, self.link.memory_devices)
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second at which the host reads or writes its memory for one device, all devices at once."""
+        return MEMORY_FRACTION * self.link.memory_bytes_per_second / min(self.devices, self.link.memory_devices)
+
+
+def has_host(device: Device) -> bool:
+    """Return True if something may be moved from the device to the memory of a host."""
+    return device.host is not None
+
+
+def host_copies(device: Device, devices: int = 1) -> HostCopies:
+    """Return the copies of a device of a machine in which ``devices`` copy at once.
+
+    Raises:
+        ProfileError: the way from the device to the memory of its host is not known, or there is none.
+    """
+    if device.host is None:
+        raise ProfileError("host link", [no_host(device)])
+    return HostCopies(device.host, devices)
+
+
+def no_host(device: Device) -> str:
+    """Return the message about a device without a memory of a host."""
+    return (
+        f"device {device.name} has no memory of a host that is known here: for a GPU, add its PCIe "
+        f'(host_link = "pcie5") or a table [devices.{device.name}.host] to the cluster file '
+        "(hardware_profiles/README.md); a process on a CPU lives in the host's memory already"
+    )
+
+
+def copies_of(cluster: Cluster, device: Device) -> HostCopies | None:
+    """Return the copies of a device of a cluster, all devices of a machine at once; None if it has no host."""
+    return HostCopies(device.host, devices_of_a_host(cluster)) if device.host is not None else None
+
+
+def devices_of_a_host(cluster: Cluster, ranks: Iterable[int] | None = None) -> int:
+    """Return the most devices that one machine of a cluster has among some ranks (all, if not given)."""
+    count: dict[int, int] = {}
+    for rank in range(cluster.n_devices) if ranks is None else ranks:
+        node = cluster.node_of[rank]
+        count[node] = count.get(node, 0) + 1
+    return max(count.values(), default=1)
+
+
+class Moved(NamedTuple):
+    """A tensor that is copied to the host in the forward and back in the backward.
+
+    Attributes:
+        out_seconds, in_seconds: of its copies, alone.
+        last: position of its last reader in the forward: then the copy out is started.
+        asked: position of the first reader of the backward, among those of the forward.
+    """
+
+    out_seconds: float
+    in_seconds: float
+    last: int
+    asked: int
+
+
+def copy_waits(
+    moved: Sequence[Moved], forward: Sequence[float], backward: Sequence[float], ahead: int
+) -> tuple[float, float]:
+    """Return the seconds that the forward and the backward of a microbatch wait for copies.
+
+    The copies of a direction run one after another. The forward waits for the copy out of a tensor at the last reader
+    of the one ``ahead`` tensors later, or at its end. The copy in of a tensor is started when the one ``ahead`` later
+    is asked for, or at the beginning of the backward.
+
+    Args:
+        moved: in the order in which they leave.
+        forward, backward: seconds that each operator computes, in the order of the forward.
+    """
+    leaving: dict[int, list[int]] = {}
+    asking: dict[int, list[int]] = {}
+    for number, tensor in enumerate(moved):
+        leaving.setdefault(tensor.last, []).append(number)
+        asking.setdefault(tensor.asked, []).append(number)
+    now, free, ends = 0.0, 0.0, [0.0] * len(moved)
+    for place, seconds in enumerate(forward):
+        now += seconds
+        for number in leaving.get(place, ()):
+            free = ends[number] = max(now, free) + moved[number].out_seconds
+            if number >= ahead:
+                now = max(now, ends[number - ahead])
+    there = max(now, free) - sum(forward)
+    now, free, begun = 0.0, 0.0, [False] * len(moved)
+
+    def begin(number: int) -> None:
+        nonlocal free
+        if number >= 0 and not begun[number]:
+            begun[number] = True
+            free = ends[number] = max(now, free) + moved[number].in_seconds
+
+    for number in reversed(range(max(0, len(moved) - ahead), len(moved))):
+        begin(number)
+    for place in reversed(range(len(backward))):
+        for number in asking.get(place, ()):
+            begin(number)
+            now = max(now, ends[number])
+            begin(number - ahead)
+        now += backward[place]
+    return there, now - sum(backward)
