@@ -11,7 +11,7 @@ The plan
 :mod:`.memory_decisions` decisions about memory between forward and backward; :mod:`.regather`: the tensors that are
                          regathered, recomputed or given up
 :mod:`.prices`           predicted cost of a stage: seconds and bytes; :mod:`.lacking_memory`: bytes that a device
-                         has not
+                         has not; :mod:`.weight_versions`: what asynchronous schedules keep, and cannot train
 :mod:`.stepped_by`       which of two optimizers steps on a parameter, where a plan is for Muon
 ======================== ==============================================================================================
 
