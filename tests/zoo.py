@@ -148,15 +148,16 @@ def _causal_batch(g: torch.Generator) -> Batch:
 
 @_register
 def gpt2(
-    dropout: float = 0.0, layers: int = 2, hidden: int = HIDDEN, heads: int = HEADS, vocabulary: int = VOCAB
-) -> _Recipe:
+    dropout: float = 0.0, layers: int = 2, hidden: int = HIDDEN, heads: int = HEADS, vocabulary: int = VOCAB,
+    tied: bool = True,
+) -> _Recipe:  # fmt: skip
     """Tied embeddings, learned positions, a fused query-key-value projection."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         vocab_size=vocabulary, n_positions=SEQ, n_embd=hidden, n_layer=layers, n_head=heads, n_inner=2 * hidden,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
-        use_cache=False, attn_implementation="sdpa",
+        use_cache=False, attn_implementation="sdpa", tie_word_embeddings=tied,
     )  # fmt: skip
     return _Recipe(lambda: GPT2LMHeadModel(config), _causal_batch, TOKEN_LOSS)
 

@@ -118,7 +118,7 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     overhead, once = _beside_operators(plan, graph, costs, device)
     report.price = replace(
         report.price, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes, optimizer_bytes=optimizer_bytes,
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=buffer_bytes, version_bytes=_older_versions(plan, graph),
         parameter_seconds=seconds, hidden_seconds=seconds - waits, overhead_seconds=overhead, optimizer_seconds=once,
     )  # fmt: skip
     _claims(plan, report, tolerance)
@@ -236,6 +236,14 @@ def _stored(plan: StagePlan, graph: Graph) -> tuple[int, int, int]:
             by = stepped_by(graph, node, plan.optimizer)
             optimizer += optimizer_state_bytes(by, n, graph.moments(node).item_bytes, 1)
     return parameters, gradients, optimizer
+
+
+def _older_versions(plan: StagePlan, graph: Graph) -> int:
+    """Return the bytes of the versions of weights on one rank, as the program reads them, beside the newest."""
+    return (plan.versions.number - 1) * sum(
+        prod(local_shape(node.out.shape, plan.params[node.target].used, plan.mesh)) * node.out.item_bytes
+        for _, node in graph.of_kind("param") if node.needs_grad
+    )  # fmt: skip
 
 
 def _buffers(plan: StagePlan, graph: Graph) -> int:
@@ -362,7 +370,7 @@ def _parameters(
 
 def _claims(plan: StagePlan, report: Report, tolerance: float) -> None:
     counted, said = report.price, plan.price
-    for what in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"):
+    for what in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "version_bytes"):
         mine, theirs = getattr(counted, what), getattr(said, what)
         if mine != theirs:
             report.failures.append(f"{what}: the plan says {theirs}, its stored shapes give {mine}")

@@ -406,7 +406,9 @@ def _of_one_stage(plan: Plan, graph: Graph) -> None:
     console.print(
         f"  memory per device {show_bytes(p.memory_bytes)}: parameters {show_bytes(p.parameter_bytes)}, gradients "
         f"{show_bytes(p.gradient_bytes)}, optimizer {show_bytes(p.optimizer_bytes)}, gathered "
-        f"copies {show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}, "
+        f"copies {show_bytes(p.gathered_bytes)}, "
+        + (f"weight versions {show_bytes(p.version_bytes)}, " if p.version_bytes else "")
+        + f"activations {show_bytes(p.activation_bytes)}, "
         + (
             f"working memory {show_bytes(p.working_bytes)}"
             if p.working_bytes >= 0

@@ -118,9 +118,12 @@ def memory_table(stages: list[Facts]) -> FittedTable:
     """Return a table of the memory of one device of each stage."""
     from autopar.report.fitted_tables import FittedTable
 
-    parts = ("parameter", "gradient", "optimizer", "gathered")
+    parts: tuple[str, ...] = ("parameter", "gradient", "optimizer", "gathered")
+    versions = any(s["version_bytes"] for s in stages)
+    parts = (*parts, *(["version"] if versions else []))
     table = FittedTable("stage", caption=GATHERED if any(s["gathered_bytes"] for s in stages) else None)
-    for name in ("parameters", "gradients", "optimizer", "gathered", "activations", "working", "sum", "limit"):
+    more = ["weight versions"] if versions else []
+    for name in ("parameters", "gradients", "optimizer", "gathered", *more, "activations", "working", "sum", "limit"):
         table.add_column(name, justify="right", below=name in ("parameters", "gradients", "optimizer"))
     for s in stages:
         again = s["activation_bytes"] - s["in_flight"] * s["microbatch_bytes"]

@@ -14,14 +14,15 @@ from autopar.planfile.parsing import Document, parse
 from autopar.planfile.repricing import Setting, stage_plan
 from autopar.planfile.stage_entries import StageReader
 from autopar.planfile.writing import step_checksum
-from autopar.planner.inter_op.simulating.timing import timing_of
+from autopar.planner.inter_op.simulating.timing import step_of, timing_of
 from autopar.plans.device_groups import check_places, check_within
 from autopar.plans.plan import Pins, Plan, StagePlan
 from autopar.plans.stage_graphs import StageGraph, cut, first_op, stage_edges_of
+from autopar.plans.weight_versions import versions_of
 from autopar.rules.experts.expert_load import with_load
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
-from cost_models.schedules import live_at_peak, simulate
+from cost_models.schedules import live_at_peak
 from hardware_profiles import Cluster
 from hardware_profiles.strict import Unreadable, read_text
 
@@ -103,10 +104,11 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
     decided = [reader.decisions() for reader in readers]
     bad.raise_if_any()
     stages: list[StagePlan] = []
-    anew = False
+    anew, of_stages = False, versions_of(schedule)
     for reader, decisions, ranks in zip(readers, decided, devices, strict=True):
         in_flight = reader.raw.get("in_flight", 1)
-        setting = Setting(hardware, raw["cluster"], ranks, raw["optimizer"], schedule.n_microbatches, in_flight, pins)
+        setting = Setting(hardware, raw["cluster"], ranks, raw["optimizer"], schedule.n_microbatches, in_flight, pins,
+                          of_stages[len(stages)])  # fmt: skip
         stage, priced = stage_plan(reader, decisions, setting)
         stages.append(stage)
         anew = anew or priced
@@ -125,8 +127,7 @@ def _step_seconds(plan: Plan, graphs: Sequence[StageGraph], hardware: Callable[[
     """Return the simulated seconds of a step."""
     if len(graphs) == 1:
         return plan.stages[0].price.seconds
-    timing, once = timing_of(graphs, plan.stages, plan.schedule, hardware())
-    return once.seconds(simulate(plan.schedule, timing))
+    return step_of(plan.schedule, *timing_of(graphs, plan.stages, plan.schedule, hardware()))[1]
 
 
 def _check_cuts(document: Document, graphs: Sequence[StageGraph]) -> None:

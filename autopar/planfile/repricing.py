@@ -17,7 +17,7 @@ from autopar.planner.intra_op.plan_completion import complete, demand, needs
 from autopar.plans.clusters import check_mesh
 from autopar.plans.memory_decisions import RECOMPUTE
 from autopar.plans.plan import Pins, Solution, StagePlan, reshard_key, segment_numbers
-from autopar.plans.prices import Price
+from autopar.plans.prices import ONE_VERSION, KeptVersions, Price
 from autopar.plans.stage_graphs import first_op
 from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph, Ref
@@ -36,6 +36,7 @@ class Setting:
     microbatches: int
     in_flight: int
     pins: Pins
+    versions: KeptVersions = ONE_VERSION
 
 
 def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tuple[StagePlan, bool]:
@@ -53,6 +54,7 @@ def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tup
         {graph.nodes[i].target: choice for i, choice in sorted(decided.params.items())},
         buffers, tuple(outputs), {}, decided.inputs, setting.optimizer, setting.microbatches,
         memory=decided.memory, in_flight=setting.in_flight, first=first_op(graph), devices=setting.devices,
+        versions=setting.versions,
     )  # fmt: skip
     edited = decisions(plan) != checksum.get("decisions")
     reshard_paths = dict(decided.reshard_paths)
@@ -91,7 +93,7 @@ def _priced(
         done = complete(
             graph, rules, priced, decided.ops, decided.params, decided.outputs, inputs=plan.inputs,
             buffers=decided.buffers, optimizer=plan.optimizer, microbatches=plan.microbatches,
-            in_flight=plan.in_flight, memory=plan.memory,
+            in_flight=plan.in_flight, memory=plan.memory, versions=plan.versions,
         )  # fmt: skip
     except PlanError as error:
         raise PlanError(f"{reader.bad.where}: {error}") from error
@@ -121,8 +123,9 @@ def _priced(
         )  # fmt: skip
         params = {i: done.params[node.target] for i, node in graph.of_kind("param")}
         price, peaks = with_working_bytes(
-            price, walk, with_kept, params, done.outputs, plan.optimizer, plan.microbatches, plan.in_flight
-        )
+            price, walk, with_kept, params, done.outputs, plan.optimizer, plan.microbatches, plan.in_flight,
+            plan.versions,
+        )  # fmt: skip
     assert peaks is not None
     return replace(done, reshard_paths=reshard_paths, price=price, peaks=peaks, fullest=peaks.fullest(plan.in_flight))
 

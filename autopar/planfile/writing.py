@@ -150,9 +150,9 @@ def _format(document: Section, indent: str = "", lists: Collection[str] = LISTS)
 
 
 def _price(plan: StagePlan) -> Section:
-    """Return the price; fields of recomputation, working memory and buffers are absent where they are zero."""
+    """Return the price; fields of what only some plans have are absent where they are zero."""
     price = asdict(plan.price)
-    for optional in ("again_bytes", "working_bytes", "buffer_bytes"):
+    for optional in ("again_bytes", "working_bytes", "buffer_bytes", "version_bytes"):
         if not price[optional]:
             del price[optional]
     return price
@@ -216,6 +216,7 @@ def rest(plan: StagePlan, cluster: str, pins: Pins) -> str:
     return digest(
         cluster, plan.devices, plan.optimizer, plan.microbatches, plan.in_flight, sorted(plan.reshard_paths.items()),
         _price(plan), asdict(plan.solution) if plan.solution else None, pin_section.write(pins),
+        *([plan.versions] if plan.versions.number > 1 else []),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ The plan
                          regathered, recomputed or given up; :mod:`.offload_options`: the words of what may be moved
                          to the memory of the host
 :mod:`.prices`           predicted cost of a stage: seconds and bytes; :mod:`.lacking_memory`: bytes that a device
-                         has not
+                         has not; :mod:`.weight_versions`: what asynchronous schedules keep, and cannot train
 :mod:`.stepped_by`       which of two optimizers steps on a parameter, where a plan is for Muon
 ======================== ==============================================================================================
 

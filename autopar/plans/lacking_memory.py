@@ -53,6 +53,7 @@ def memory_parts(plan: Plan) -> dict[str, int]:
         "optimizer": sum(p.optimizer_bytes for p in prices),
         "buffers": sum(p.buffer_bytes for p in prices),
         "gathered copies": sum(p.gathered_bytes for p in prices),
+        "weight versions": sum(p.version_bytes for p in prices),
         "activations": sum(p.activation_bytes - p.again_bytes for p in prices) + max(p.again_bytes for p in prices),
         "working memory": max(0, *(p.working_bytes for p in prices)),
     }

@@ -17,7 +17,7 @@ from autopar.errors import PlanError
 from autopar.plans.device_groups import check_places
 from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT, REGATHER, Memory
 from autopar.plans.plan_table import plan_html, plan_line, plan_text
-from autopar.plans.prices import Moment, Price, StagePeaks, bytes_together
+from autopar.plans.prices import ONE_VERSION, KeptVersions, Moment, Price, StagePeaks, bytes_together
 from autopar.plans.transfer import Side
 from autopar.words.graph import Graph, Ref, Spec
 from autopar.words.load_shares import Load
@@ -132,6 +132,7 @@ class StagePlan:
         first: name of the first operator that depends on a parameter; a stage ends where the next one begins. Empty
             if there is none.
         devices: ranks, in row-major order of the mesh.
+        versions: the versions of its weights that are kept at one time.
         fullest: when the peak of the price is reached; None if that is when the optimizer steps, or was not looked for.
         peaks: what the peak of the price follows from; None of a plan whose price was not made here.
     """
@@ -152,6 +153,7 @@ class StagePlan:
     in_flight: int = 1
     first: str = ""
     devices: tuple[int, ...] = ()
+    versions: KeptVersions = ONE_VERSION
     fullest: Moment | None = field(default=None, compare=False, repr=False)
     peaks: StagePeaks | None = field(default=None, compare=False, repr=False)
 

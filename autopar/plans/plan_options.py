@@ -384,9 +384,10 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
         "schedule", None, optional(lambda v: isinstance(v, str) or (are_texts(v) and len(v) > 0)),
         "a schedule's name, or several to choose from",
         "the pipeline's: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-v``, ``dualpipe-v``, ``searched`` "
-        "(an order found for the stages' own times, within the memory), or several to choose from.",
-        (Flag(("--schedule",), "gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe-v, searched. Repeatable", list,
-              True),),
+        "(an order found for the stages' own times, within the memory), or several to choose from; ``pipedream`` and "
+        "``pipedream-2bw`` never drain, and change the training result.",
+        (Flag(("--schedule",), "gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe-v, searched; pipedream and "
+              "pipedream-2bw change training. Repeatable", list, True),),
         (Pin("schedules", "texts", "pipeline", lambda names: [f"schedule {' or '.join(names)}"]),), True,
     ),
     PlanOption(

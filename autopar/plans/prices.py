@@ -32,6 +32,7 @@ class Price:
         optimizer_seconds: the optimizer's step, and what else is done once.
         parameter_bytes, gradient_bytes, optimizer_bytes: stored state of one rank; exact.
         gathered_bytes: copies of parameters (and their gradients) in the used placement, alive at once.
+        version_bytes: older versions of weights that microbatches in flight are computed with.
         activation_bytes: what autograd keeps for the backward of all microbatches in flight; of recomputed segments
             their inputs, and the rest of the largest one while it lives again.
         again_bytes: the part of `activation_bytes` that is the rest of that largest segment: there once, however many
@@ -57,6 +58,7 @@ class Price:
     again_bytes: int = 0
     working_bytes: int = 0
     buffer_bytes: int = 0
+    version_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -84,7 +86,7 @@ class Price:
     @property
     def stored_bytes(self) -> int:
         """Bytes that do not grow with the microbatches in flight."""
-        return self.state_bytes + self.gathered_bytes
+        return self.state_bytes + self.gathered_bytes + self.version_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -103,6 +105,22 @@ class Price:
 def bytes_together(prices: Sequence[Price]) -> int:
     """Return the peak bytes of a rank of several stages."""
     return sum(p.memory_bytes - p.transient_bytes for p in prices) + max(p.transient_bytes for p in prices)
+
+
+class KeptVersions(NamedTuple):
+    """The versions of a stage's trained weights that a schedule keeps at one time.
+
+    Attributes:
+        number: one, but in asynchronous schedules.
+        each_microbatch: every microbatch is followed by an update, so that gradients never add up.
+    """
+
+    number: int = 1
+    each_microbatch: bool = False
+
+
+ONE_VERSION = KeptVersions()
+"""As in every schedule that trains as one device does."""
 
 
 class Moment(NamedTuple):
@@ -218,6 +236,7 @@ class StagePeaks:
         optimizer_bytes: what the optimizer needs in addition to its state while it steps.
         kept_bytes: bytes saved for every microbatch in flight.
         arrived, sent: what the stage gets from others, and what it gives.
+        flows: the optimizer steps while microbatches are in flight.
     """
 
     first: MicrobatchPeaks | None
@@ -228,11 +247,12 @@ class StagePeaks:
     arrived: tuple[Crossed, ...]
     sent: tuple[Crossed, ...]
     microbatches: int
+    flows: bool = False
 
     def added_to(self, price: Price, in_flight: int) -> Price:
         """Return the price with `in_flight` microbatches."""
         activation_bytes = in_flight * self.kept_bytes + price.again_bytes
-        always = price.parameter_bytes + price.optimizer_bytes + price.gathered_bytes + price.buffer_bytes
+        always = price.stored_bytes - price.gradient_bytes
         most = always + self.at_fullest(in_flight).n_bytes
         working_bytes = most - price.stored_bytes - activation_bytes
         return replace(price, activation_bytes=activation_bytes, working_bytes=working_bytes)
@@ -243,9 +263,11 @@ class StagePeaks:
 
     def at_fullest(self, in_flight: int) -> Fullest:
         """Return what is there at the fullest moment."""
-        in_step = self.gradient_bytes + self.optimizer_bytes
+        others = in_flight - 1 if self.flows else 0
+        in_step = self.gradient_bytes + self.optimizer_bytes + others * self.kept_bytes
         fullest = self._fullest_of_microbatches(in_flight)
-        return fullest if fullest.moment is not None and fullest.n_bytes >= in_step else Fullest(in_step, None)
+        is_running = fullest.moment is not None and fullest.n_bytes >= in_step
+        return fullest if is_running else Fullest(in_step, None, others)
 
     def transient_bytes(self) -> int:
         """Return the most transient bytes while microbatches run, however many are in flight.
@@ -264,7 +286,10 @@ class StagePeaks:
         moments = []
         if self.first is not None and all_at_once:
             moments += [(self.first, in_flight, False), (self.first, in_flight, True)]
-        if self.later is not None:
+        if self.flows:  # as in the middle of a step, whatever the number of its microbatches
+            both = self.first or self.later
+            moments = [(both, in_flight, False), (both, in_flight, True)] if both is not None else []
+        elif self.later is not None:
             if not all_at_once:
                 moments += [(self.later, in_flight, False)]
             moments += [(self.later, max(1, in_flight - all_at_once), True)]
@@ -275,7 +300,11 @@ class StagePeaks:
             is_first = peaks is self.first
             n_bytes = peaks.backward_bytes if backward else peaks.forward_bytes
             n_bytes += (n - 1) * self.kept_bytes + (not is_first) * self.gradient_bytes
-            stage_edge_bytes = self._crossing(OnTheirWay.at(n, self.microbatches, backward, is_first))
+            microbatches = n + 2 * RECEIVED_AHEAD if self.flows else self.microbatches
+            there = OnTheirWay.at(n, microbatches, backward, is_first and not self.flows)
+            if self.flows:  # what nothing answers within a step stays through the next one
+                there = there._replace(sent_back=2)
+            stage_edge_bytes = self._crossing(there)
             n_bytes += stage_edge_bytes
             if n_bytes >= most.n_bytes:
                 most = Fullest(n_bytes, moment, n, is_first, stage_edge_bytes)

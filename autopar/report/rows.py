@@ -288,7 +288,8 @@ def totals(p: Price) -> Facts:
         },
         "bytes": {
             "parameters": p.parameter_bytes, "gradients": p.gradient_bytes, "optimizer": p.optimizer_bytes,
-            "gathered": p.gathered_bytes, "activations": p.activation_bytes, "working memory": p.working_bytes,
+            "gathered": p.gathered_bytes, **({"weight versions": p.version_bytes} if p.version_bytes else {}),
+            "activations": p.activation_bytes, "working memory": p.working_bytes,
             "total": p.memory_bytes,
         },
     }  # fmt: skip

@@ -37,6 +37,7 @@ def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -
             "optimizer_seconds": price.optimizer_seconds, "in_flight": choice.in_flight,
             "parameter_bytes": price.parameter_bytes, "gradient_bytes": price.gradient_bytes,
             "optimizer_bytes": price.optimizer_bytes, "gathered_bytes": price.gathered_bytes,
+            "version_bytes": price.version_bytes,
             "activation_bytes": price.activation_bytes, "microbatch_bytes": choice.kept_bytes,
             "working_bytes": price.working_bytes, "memory_bytes": price.memory_bytes, "limit_bytes": limit,
             "device_bytes": on_device[group[number]],

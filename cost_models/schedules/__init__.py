@@ -19,15 +19,28 @@ from .best_order import BestOrder, search
 from .builders import forward_only
 from .grid import grid
 from .other_count import with_microbatches
-from .schedule_kinds import SCHEDULES, Fill, ScheduleKind, allows, build, fill_of, label_of, parse_kind, usual
+from .schedule_kinds import (
+    ASYNCHRONOUS_KINDS,
+    KNOWN,
+    SCHEDULES,
+    Fill,
+    ScheduleKind,
+    allows,
+    build,
+    fill_of,
+    label_of,
+    parse_kind,
+    usual,
+    weight_versions,
+)
 from .simulate import Deadlock, simulate
 from .stage_placement import loop_placement, v_placement
 from .timeline import Timeline, live_at_peak, live_per_rank, live_per_stage, peak_bytes
 from .times import Edge, Times, times
 
 __all__ = [
-    "SCHEDULES", "Action", "BestOrder", "Deadlock", "Edge", "Fill", "Overlap", "Schedule", "ScheduleKind",
-    "Timeline", "Times", "allows", "build", "fill_of", "forward_only", "grid", "label_of", "live_at_peak",
-    "live_per_rank", "live_per_stage", "loop_placement", "parse", "parse_kind", "peak_bytes", "search", "simulate",
-    "times", "usual", "v_placement", "with_microbatches",
+    "ASYNCHRONOUS_KINDS", "KNOWN", "SCHEDULES", "Action", "BestOrder", "Deadlock", "Edge", "Fill", "Overlap",
+    "Schedule", "ScheduleKind", "Timeline", "Times", "allows", "build", "fill_of", "forward_only", "grid", "label_of",
+    "live_at_peak", "live_per_rank", "live_per_stage", "loop_placement", "parse", "parse_kind", "peak_bytes", "search",
+    "simulate", "times", "usual", "v_placement", "weight_versions", "with_microbatches",
 ]  # fmt: skip

@@ -12,18 +12,26 @@ updates:
                     batch t with version t - 1, so two versions are enough:
                         w(t + 1) = w(t) - lr * grad at w(t - 1)
 
-with versions before 0 read as 0. They are in no registry but this one, and nothing chooses them unasked.
+with versions before 0 read as 0. Nothing chooses them unasked.
+
+A plan has the rows of the first step; :func:`stream` has those of many. A step in between fills up with the backwards
+that the one before left over, so it has no bubble (:func:`steady`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .actions import Action, Schedule
 from .builders import one_f_one_b
-from .timeline import peak_bytes
+from .simulate import simulate
+from .timeline import Timeline, peak_bytes
 from .times import Times
+
+SETTLED, AVERAGED = 4, 4
+"""Steps of a stream before one is taken for all later ones, and steps over which its seconds are averaged."""
 
 
 @dataclass(frozen=True)
@@ -133,3 +141,67 @@ ASYNCHRONOUS: dict[str, Callable[[int, int], AsynchronousSchedule]] = {
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
 }
+
+
+def updates_of_step(schedule: Schedule) -> int:
+    """Return how often each stage updates its weights in a step of an asynchronous schedule."""
+    return schedule.n_microbatches if schedule.name == "pipedream" else 1
+
+
+def stream(schedule: Schedule, n_steps: int) -> AsynchronousSchedule:
+    """Return `n_steps` steps of an asynchronous schedule, given the first one.
+
+    Raises:
+        ValueError: its rows are not those of the schedule that it is named after; it says what to do.
+    """
+    n, m, name = schedule.n_stages, schedule.n_microbatches, schedule.name
+    make = {
+        "pipedream": lambda k: pipedream(n, k * m), "pipedream-2bw": lambda k: pipedream_2bw(n, k * m, m),
+    }[name]  # fmt: skip
+    first = make(1).schedule
+    if (first.rows, first.stages_of_rank) != (schedule.rows, schedule.stages_of_rank):
+        raise ValueError(
+            f"schedule '{name}' has other rows than those of its first step: a stream of steps follows from the name "
+            "alone; leave the rows as they were planned, or give them another name, with which they run with one "
+            "update a step"
+        )
+    return make(n_steps)
+
+
+def steady(schedule: Schedule, times: Times, update_seconds: Sequence[float] = ()) -> Timeline:
+    """Return a step of a stream that has been full for a while: what happens from one first forward to the next.
+
+    Microbatches are numbered within their steps. What is under way at the end is cut off there, and is what a step
+    begins with.
+
+    Args:
+        update_seconds: what all updates of a stage in a step take on its rank; a part of them follows each backward.
+    """
+    m = schedule.n_microbatches
+    more = tuple(update_seconds) or (0.0,) * schedule.n_stages
+    with_updates = dataclasses.replace(
+        times, backward_seconds=tuple(b + u / m for b, u in zip(times.backward_seconds, more, strict=True))
+    )
+    timeline = simulate(stream(schedule, SETTLED + AVERAGED + 2).schedule, with_updates)
+    rows = timeline.schedule.flat_rows
+    begins = {a.microbatch: start for a, start in zip(rows[0], timeline.starts[0], strict=True) if a.kind == "F"}
+    since = begins[SETTLED * m]
+    until = since + (begins[(SETTLED + AVERAGED) * m] - since) / AVERAGED
+    kept = []
+    for row, starts_, ends_ in zip(rows, timeline.starts, timeline.ends, strict=True):
+        first = next(i for i, start in enumerate(starts_) if start >= since)
+        kept.append([
+            (Action(a.stage, a.kind, a.microbatch % m), min(start, until) - since, min(end, until) - since)
+            for a, start, end in zip(*(values[first : first + 2 * m] for values in (row, starts_, ends_)), strict=True)
+        ])  # fmt: skip
+    step = dataclasses.replace(schedule, rows=tuple(tuple(a for a, _, _ in row) for row in kept))
+    sent = tuple(
+        use._replace(
+            microbatch=use.microbatch % m, start_seconds=use.start_seconds - since,
+            end_seconds=min(use.end_seconds, until) - since,
+        )
+        for use in timeline.transfers if since <= use.start_seconds < until
+    )  # fmt: skip
+    starts = tuple(tuple(start for _, start, _ in row) for row in kept)
+    ends = tuple(tuple(end for _, _, end in row) for row in kept)
+    return Timeline(step, with_updates, starts, ends, sent)

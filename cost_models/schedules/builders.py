@@ -20,7 +20,9 @@ The orders are those of `torch.distributed.pipelining.schedules` (2.13; tests co
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
+from collections.abc import Callable
 
 from .actions import Action, Overlap, Schedule, Step, check_size
 from .stage_placement import loop_placement, v_placement
@@ -47,6 +49,19 @@ def one_f_one_b(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
             row.append(Action(s, "B", k))
         rows.append(row)
     return _schedule("1f1b", n_stages, n_microbatches, loop_placement(n_stages, n_ranks), rows)
+
+
+def never_drained(name: str) -> Callable[[int, int, int], Schedule]:
+    """Return the builder of a schedule that runs the rows of 1F1B over a stream of steps, of which this is the first.
+
+    :mod:`.asynchronous` says what it does with weights.
+    """
+
+    def build(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
+        enough_for_all_stages(name, n_stages, n_ranks, n_microbatches)
+        return dataclasses.replace(one_f_one_b(n_stages, n_ranks, n_microbatches), name=name)
+
+    return build
 
 
 def interleaved(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
@@ -272,6 +287,16 @@ def equal_rounds(name: str, n_stages: int, n_ranks: int, n_microbatches: int) ->
             f"use {n_microbatches - n_microbatches % n_ranks} or {-(-n_microbatches // n_ranks) * n_ranks} microbatches"
         )
     return n_rounds
+
+
+def enough_for_all_stages(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:
+    """Refuse several stages a rank, and fewer microbatches than stages, of which two weight versions are not enough."""
+    one_a_rank(name, n_stages, n_ranks, n_microbatches)
+    if n_microbatches < n_stages:
+        raise ValueError(
+            f"{name} needs at least as many microbatches a step as stages, not {n_microbatches} for {n_stages} stages: "
+            f"use {n_stages} microbatches"
+        )
 
 
 def as_many_as_stages(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:

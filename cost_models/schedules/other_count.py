@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .actions import Schedule
 from .best_order import search
-from .schedule_kinds import SCHEDULES, allows, build
+from .schedule_kinds import KNOWN, allows, build
 from .timeline import live_per_rank
 from .times import times
 
@@ -19,7 +19,7 @@ def with_microbatches(schedule: Schedule, n_microbatches: int) -> Schedule:
     if n_microbatches == schedule.n_microbatches:
         return schedule
     most = live_per_rank(schedule)
-    if schedule.name in SCHEDULES and allows(schedule.name, n_stages, n_ranks, n_microbatches):
+    if schedule.name in KNOWN and allows(schedule.name, n_stages, n_ranks, n_microbatches):
         schedule_of_count = build(schedule.name, n_stages, n_ranks, n_microbatches)
         fits = all(n <= limit for n, limit in zip(live_per_rank(schedule_of_count), most, strict=True))
         if fits and schedule_of_count.stages_of_rank == schedule.stages_of_rank:

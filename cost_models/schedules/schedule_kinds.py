@@ -7,11 +7,16 @@
     zb-h1              v >= 1   (S + (v - 1) g) / v, at most m                     1/(3 v)   0       arXiv:2401.10241
     zb-v               2        min(m, S)                                          1/6       0       arXiv:2405.15362
     dualpipe-v         2        S + 1/2                                            1/6       0       arXiv:2412.19437
+    pipedream          1        S - i                                              0         0       arXiv:1806.03377
+    pipedream-2bw      1        S - i                                              0         0       arXiv:2006.09503
 
 `stages` are those that a group of devices holds, its degree of interleaving v; g = m // max(1, m // S) microbatches go
 through one of them before the next one's turn. The zero-bubble rows have their bubbles for equal forward,
 input-gradient and weight-gradient times and m >= S; a backward that is not split leaves 1/v. All numbers are those of
 the simulator, which tests compare.
+
+The last two run 1F1B over a stream of steps that never drains, with weights that change meanwhile; rows that they build
+are those of the first step. They change the training result, so nothing chooses them unless they are named.
 
 A new schedule is one file with a builder and a record added to `SCHEDULES`, imported in ``__init__.py``
 (docs/adding.md). The planner, the command line and the tests read everything else from the record.
@@ -54,6 +59,7 @@ class ScheduleKind:
         by_distance: `in_flight` depends on S - i and m only, so one search finds all numbers of groups.
         usual: searched unless schedules are named. The others cannot win by the price as it is: GPipe takes as long as
             1F1B and keeps more, and overlapped pairs are priced as one after the other.
+        weight_versions: gives for group i of S the versions of its weights that exist at one time.
     """
 
     name: str
@@ -68,6 +74,12 @@ class ScheduleKind:
     splits: bool = False
     by_distance: bool = False
     usual: bool = True
+    weight_versions: Callable[[int, int], int] = lambda _group, _groups: 1
+
+    @property
+    def changes_training(self) -> bool:
+        """Weights change while microbatches are in flight, so training differs from that of one device."""
+        return self.name in ASYNCHRONOUS_KINDS
 
     def allows_degree(self, degree: int) -> bool:
         """Return True if a group may hold `degree` stages."""
@@ -177,7 +189,35 @@ SCHEDULES = {
         ),
     )
 }  # fmt: skip
+"""All schedules that train as one device does; a search looks at no others unless it is told to."""
+
+ASYNCHRONOUS_KINDS = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind(
+            "pipedream", builders.never_drained("pipedream"), builders.enough_for_all_stages,
+            lambda i, n, _m, _v: n - i, bubble=lambda _: 0.0, drain=lambda _: 0.0, by_distance=True, usual=False,
+            weight_versions=lambda i, n: n - i,
+        ),
+        ScheduleKind(
+            "pipedream-2bw", builders.never_drained("pipedream-2bw"), builders.enough_for_all_stages,
+            lambda i, n, _m, _v: n - i, bubble=lambda _: 0.0, drain=lambda _: 0.0, by_distance=True, usual=False,
+            weight_versions=lambda _i, _n: 2,
+        ),
+    )
+}  # fmt: skip
+"""Schedules whose gradients are of older weights (:mod:`.asynchronous`): they are built only where they are named."""
+KNOWN = {**SCHEDULES, **ASYNCHRONOUS_KINDS}
 """All schedules that are built by name."""
+
+
+
+def weight_versions(schedule: Schedule) -> tuple[int, ...]:
+    """Return for every stage the versions of its weights that exist at one time: one where training is as usual."""
+    kind = ASYNCHRONOUS_KINDS.get(schedule.name)
+    if kind is None:
+        return (1,) * schedule.n_stages
+    return tuple(kind.weight_versions(schedule.rank_of_stage[s], schedule.n_ranks) for s in range(schedule.n_stages))
 
 
 def usual() -> tuple[str, ...]:
@@ -187,7 +227,7 @@ def usual() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _fill(name: str, degree: int) -> Fill:
-    kind = SCHEDULES[name]
+    kind = KNOWN[name]
     if not kind.allows_degree(degree):
         most = f"{kind.fewest} or more" if kind.most is None else f"{kind.fewest}"
         raise ValueError(f"{name} holds {most} stages a rank, not {degree}")
@@ -200,15 +240,15 @@ def parse_kind(text: str) -> tuple[ScheduleKind, int | None]:
     An unknown name or a degree that it does not allow raises ValueError.
     """
     name, colon, degree = text.partition(":")
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule '{shortened(name)}', known: {', '.join(SCHEDULES)}")
+    if name not in KNOWN:
+        raise ValueError(f"unknown schedule '{shortened(name)}', known: {', '.join(KNOWN)}")
     if not colon:
-        return SCHEDULES[name], None
+        return KNOWN[name], None
     try:
         number = parse_count(degree)
     except ValueError as error:
         raise ValueError(f"schedule '{shortened(text)}': {error} of stages a group; write {name}:4") from None
-    return SCHEDULES[name].at(number).kind, number
+    return KNOWN[name].at(number).kind, number
 
 
 def fill_of(schedule: str | Fill) -> Fill:
@@ -221,9 +261,9 @@ def fill_of(schedule: str | Fill) -> Fill:
 
 def label_of(schedule: Schedule) -> str:
     """Return the name of a built schedule, with its degree of interleaving as in :attr:`Fill.label`."""
-    if schedule.name not in SCHEDULES:
+    if schedule.name not in KNOWN:
         return schedule.name
-    return SCHEDULES[schedule.name].at(schedule.n_stages // schedule.n_ranks).label
+    return KNOWN[schedule.name].at(schedule.n_stages // schedule.n_ranks).label
 
 
 def build(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
@@ -240,7 +280,7 @@ def build(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> Schedu
 def allows(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> bool:
     """Return True if `build` would succeed for the given counts, without building the schedule."""
     try:
-        SCHEDULES[name].check(name, n_stages, n_ranks, n_microbatches)
+        KNOWN[name].check(name, n_stages, n_ranks, n_microbatches)
     except ValueError:
         return False
     return True

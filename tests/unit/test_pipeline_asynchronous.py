@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from cost_models.schedules import SCHEDULES, simulate, times
-from cost_models.schedules.asynchronous import ASYNCHRONOUS, AsynchronousSchedule, pipedream, pipedream_2bw
+from cost_models.schedules import (
+    ASYNCHRONOUS_KINDS,
+    SCHEDULES,
+    build,
+    live_per_stage,
+    simulate,
+    times,
+    usual,
+    weight_versions,
+)
+from cost_models.schedules.asynchronous import (
+    ASYNCHRONOUS,
+    AsynchronousSchedule,
+    pipedream,
+    pipedream_2bw,
+    steady,
+    stream,
+    updates_of_step,
+)
 
 RATE = 0.05
 
@@ -139,6 +158,44 @@ def test_never_drains():
     assert simulate(pipedream(4, 64).schedule, t).makespan_seconds == (64 + 3) * 3
 
 
+def test_a_full_pipeline_has_no_bubble():
+    t = times(4, forward_seconds=[1, 2, 1, 1])
+    for name in ASYNCHRONOUS_KINDS:
+        schedule = build(name, 4, 4, 6)
+        step = steady(schedule, t, [0.0] * 4)
+        assert step.makespan_seconds == 6 * 4  # of the slowest stage
+        assert step.idle_seconds == (6, 0, 6, 6)
+        for rank, row in enumerate(step.schedule.flat_rows):
+            for kind in "FB":
+                assert sorted(a.microbatch for a in row if a.kind == kind) == list(range(6)), (name, rank)
+        assert simulate(build("1f1b", 4, 4, 6), t).makespan_seconds == 31  # with its bubble
+        with_updates = steady(schedule, t, [0.0, 3.0, 0.0, 0.0])
+        assert with_updates.makespan_seconds == pytest.approx(6 * 4 + 3)
+    slow = steady(build("pipedream", 3, 3, 3), times(3, transfer_seconds=5.0))  # too few in flight to hide that
+    assert slow.makespan_seconds > 3 * 3 and 0 < slow.bubble_fraction < 1
+
+
+def test_a_stream_follows_from_its_first_step():
+    for name, make in ASYNCHRONOUS.items():
+        first = build(name, 3, 3, 6)
+        steps = stream(first, 4)
+        assert steps.schedule.rows == make(3, 24).schedule.rows
+        assert updates_of_step(first) == 6 // steps.n_accumulate
+        with pytest.raises(ValueError, match="has other rows than those of its first step"):
+            stream(dataclasses.replace(build("gpipe", 3, 3, 6), name=name), 2)
+
+
+def test_records_say_what_the_stream_keeps():
+    for name in ASYNCHRONOUS_KINDS:
+        for n in (2, 3, 5):
+            first = build(name, n, n, 2 * n)
+            assert weight_versions(first) == stream(first, 4).versions_held()
+            assert live_per_stage(first) == live_per_stage(stream(first, 4).schedule)
+            kind = ASYNCHRONOUS_KINDS[name]
+            assert [kind.in_flight(i, n, 2 * n, 1) for i in range(n)] == list(live_per_stage(first))
+    assert weight_versions(build("1f1b", 3, 3, 6)) == (1, 1, 1)
+
+
 def test_refused_counts():
     with pytest.raises(ValueError, match=r"accumulates 3 microbatches over 4 stages.*at least 4"):
         pipedream_2bw(4, 12, 3)
@@ -147,6 +204,7 @@ def test_refused_counts():
 
 
 def test_apart_from_the_others():
-    assert not set(ASYNCHRONOUS) & set(SCHEDULES)
+    assert not set(ASYNCHRONOUS) & set(SCHEDULES) and set(ASYNCHRONOUS) == set(ASYNCHRONOUS_KINDS)
+    assert not set(ASYNCHRONOUS) & set(usual())
     for name, make in ASYNCHRONOUS.items():
         assert make(2, 4).schedule.validate().name == name

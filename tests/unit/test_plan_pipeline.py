@@ -195,11 +195,35 @@ def test_what_cannot_be() -> None:
         plan_pipeline(graph, cluster, 4, PipelineOptions(4, groups=5))
     with pytest.raises(PlanError, match="no schedule 'fifo'; use gpipe"):
         plan_pipeline(graph, cluster, 4, PipelineOptions(4, schedules=("fifo",)))
-    for name in ("pipedream", "pipedream-2bw"):
-        with pytest.raises(PlanError, match=f"'{name}' updates weights while microbatches are in flight"):
-            plan_pipeline(graph, cluster, 4, PipelineOptions(4, schedules=(name,)))
     with pytest.raises(InfeasibleError, match="no plan fits"):
         plan_pipeline(graph, cluster, 4, PipelineOptions(4, options=Options(memory_limit_bytes=1000)))
+
+
+def test_asynchronous_schedules_are_planned_where_they_are_named() -> None:
+    graph, cluster = graph_of("mlp"), load_cluster("local-x4")
+    plain = plan_pipeline(graph, cluster, 4, PipelineOptions(8, groups=4, schedules=("1f1b",))).plan
+    assert not plain.notes and all(stage.price.version_bytes == 0 for stage in plain.stages)
+    for name, versions in (("pipedream", [4, 3, 2, 1]), ("pipedream-2bw", [2, 2, 2, 2])):
+        request = PipelineOptions(8, groups=4, schedules=(name,), starts=plain.starts)
+        planned = plan_pipeline(graph, cluster, 4, request)
+        plan = planned.plan
+        assert [stage.versions.number for stage in plan.stages] == versions
+        assert [s.price.version_bytes for s in plan.stages] == [
+            (n - 1) * s.price.parameter_bytes for n, s in zip(versions, plan.stages, strict=True)
+        ]
+        assert "changes the training result" in plan.notes[0]
+        assert plan.seconds == planned.timeline.makespan_seconds
+        limit = max(stage.price.memory_bytes for stage in plan.stages)
+        room = replace(request, options=Options(memory_limit_bytes=limit))
+        assert plan_pipeline(graph, cluster, 4, room).plan.memory_bytes <= limit
+        with pytest.raises(InfeasibleError, match="weight versions"):
+            plan_pipeline(graph, cluster, 4, replace(request, options=Options(memory_limit_bytes=1000)))
+        text = files.dumps(plan, graph)
+        again = files.loads(text, graph, cluster)
+        assert again == plan and [s.versions for s in again.stages] == [s.versions for s in plan.stages]
+        renamed = files.loads(text.replace(f"schedule {name} ", "schedule 1f1b "), graph, cluster)  # by hand
+        assert all(stage.price.version_bytes == 0 for stage in renamed.stages)
+        assert renamed.seconds == pytest.approx(plain.seconds, rel=0.05)
 
 
 def test_activations_in_flight_count() -> None:

@@ -143,8 +143,8 @@ def test_nothing_fits_says_which_limit_and_by_how_much() -> None:
 def test_wrong_problems_are_refused_all_at_once() -> None:
     with pytest.raises(ValueError, match=r"0 blocks.*recompute is 'some'.*of no pool.*does not fit 2 devices"):
         chain(0, (pool(2),), submeshes=(Submesh("tpu", 1), Submesh("gpu", 3)), recompute="some")
-    with pytest.raises(ValueError, match="unknown schedule 'pipedream'"):
-        stage(chain(2, (pool(2),)), 1, "pipedream")
+    with pytest.raises(ValueError, match="unknown schedule 'fifo'"):
+        stage(chain(2, (pool(2),)), 1, "fifo")
     with pytest.raises(ValueError, match="all must be at least 1"):
         stage(chain(2, (pool(2),)), 0)
 

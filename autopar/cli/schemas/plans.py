@@ -175,6 +175,7 @@ class PriceEntry:
     again_bytes: Annotated[int, "the part of activation_bytes that is recomputed"]
     working_bytes: Annotated[int, "of operators while they run; may be negative"]
     buffer_bytes: Annotated[int, "buffers, caches among them, of a plan that runs forward alone"] = 0
+    version_bytes: Annotated[int, "older weights of an asynchronous pipeline"] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,7 @@ class StageEntry:
     gradient_bytes: Annotated[int, "stored gradients of parameters"]
     optimizer_bytes: Annotated[int, "state of the optimizer"]
     gathered_bytes: Annotated[int, "parameters and their gradients as operators use them"]
+    version_bytes: Annotated[int, "older weights, of an asynchronous pipeline"]
     activation_bytes: Annotated[int, "kept for the backward, of all microbatches in flight"]
     microbatch_bytes: Annotated[int, "kept for the backward, of one microbatch"]
     working_bytes: Annotated[int, "of operators while they run; negative: not all of the others is there at once"]

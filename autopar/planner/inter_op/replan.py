@@ -12,7 +12,7 @@ from functools import cached_property
 
 from autopar.planner.inter_op.blocks import blocks
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
-from autopar.planner.inter_op.simulating.timing import timing_of
+from autopar.planner.inter_op.simulating.timing import step_of, timing_of
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
@@ -21,7 +21,7 @@ from autopar.plans.plan import Plan, StagePlan
 from autopar.plans.stage_graphs import StageGraph, cut, hot_ops, stage_edges_of
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
-from cost_models.schedules import Timeline, simulate
+from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
 
@@ -63,9 +63,7 @@ class Replanner:
 
     def _simulated(self, graphs: Sequence[StageGraph], stages: tuple[StagePlan, ...]) -> tuple[Plan, Timeline]:
         stages = tuple(with_agreed_buffers(graphs, stages, self.plan.schedule, self.cluster))
-        timing, once = timing_of(graphs, stages, self.plan.schedule, self.cluster)
-        timeline = simulate(self.plan.schedule, timing)
-        seconds = once.seconds(timeline)
+        timeline, seconds = step_of(self.plan.schedule, *timing_of(graphs, stages, self.plan.schedule, self.cluster))
         return replace(self.plan, stages=stages, stage_edges=stage_edges_of(graphs), seconds=seconds), timeline
 
     def limit_bytes(self, number: int, options: Options | None = None) -> float:
@@ -88,6 +86,7 @@ class Replanner:
         }  # fmt: skip
         plan_options = replace(
             plan_options, params={**(plan_options.params or {}), **shared} or None, in_flight=choice.in_flight,
+            versions=choice.versions,
             microbatches=self.plan.microbatches, memory_limit_bytes=self.limit_bytes(number, options),
             recompute=patterns_in(stage.graph, plan_options.recompute),
             may_recompute=plan_options.may_recompute and not is_asked(self.graph, self.options.recompute),

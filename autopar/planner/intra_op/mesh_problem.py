@@ -87,6 +87,7 @@ class MeshProblem:
             dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
             options.in_flight, self.segments, choose_recompute, choices, options.blocks, self.stored,
             self.stored_states, options.offload.chooses_activations, self.asked,
+            self.stored_states, options.versions.number,
         ).build()  # fmt: skip
         if choose_recompute:
             self.recomputable = decoder.recomputable
@@ -131,6 +132,7 @@ class MeshProblem:
             inputs={**decided.inputs, **(options.inputs or {})}, buffers=decided.buffers, optimizer=options.optimizer,
             microbatches=options.microbatches, in_flight=options.in_flight,
             memory={**decided.tensors, RECOMPUTE.name: segments, RECOMPUTE_RESULT.name: remade}, weighed=weighed,
+            versions=options.versions,
         )  # fmt: skip
 
     def decided_seconds(self, plan: StagePlan) -> float:

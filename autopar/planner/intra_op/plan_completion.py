@@ -18,7 +18,7 @@ from autopar.planner.intra_op.reshard import Edge, reshard_path
 from autopar.planner.intra_op.written_buffers import held_whole
 from autopar.plans.memory_decisions import RECOMPUTE, REGATHER, Memory, about_tensors, in_order
 from autopar.plans.plan import ParamChoice, StagePlan, reshard_key, segment_numbers
-from autopar.plans.prices import Price
+from autopar.plans.prices import ONE_VERSION, KeptVersions, Price
 from autopar.plans.regather import gathers, may_wait, ref_of
 from autopar.plans.stage_graphs import first_op
 from autopar.rules.lowering_helpers.overlapped_steps import ReshardPaths
@@ -159,6 +159,7 @@ def complete(  # noqa: PLR0913  (all that a solver decided)
     params: Mapping[int, ParamChoice], outputs: Mapping[int, State], *, inputs: Mapping[str, State] | None = None,
     buffers: Mapping[str, State] | None = None, optimizer: str = "adamw", microbatches: int = 1, in_flight: int = 1,
     memory: Mapping[str, Collection[Any]] | None = None, weighed: bool = True,
+    versions: KeptVersions = ONE_VERSION,
 ) -> StagePlan:  # fmt: skip
     """Return the plan of decisions, with its reshard paths and its price.
 
@@ -208,11 +209,13 @@ def complete(  # noqa: PLR0913  (all that a solver decided)
     beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, reshard_paths, segment_of).values())
     price = _price(
         graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight,
-        reshard_paths, holds, made_as, buffer_states,
+        reshard_paths, holds, made_as, buffer_states, versions.number,
     )  # fmt: skip
     peaks = None
     if walk is not None:
-        price, peaks = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
+        price, peaks = with_working_bytes(
+            price, walk, holds, owned, out_states, optimizer, microbatches, in_flight, versions
+        )
     names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
     return StagePlan(
         graph.fingerprint, mesh,
@@ -220,6 +223,7 @@ def complete(  # noqa: PLR0913  (all that a solver decided)
         {graph.nodes[i].target: choice for i, choice in owned.items()},
         buffer_states, tuple(out_states), reshard_paths, dict(inputs or {}), optimizer, microbatches, price,
         memory=holds.memory, in_flight=in_flight, first=first_op(graph), devices=pricer.devices,
+        versions=versions,
         fullest=peaks.fullest(in_flight) if peaks is not None else None, peaks=peaks,
     )  # fmt: skip
 
@@ -247,7 +251,7 @@ def _price(  # noqa: PLR0913  (the terms of a price)
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
     owned: Mapping[int, ParamChoice], moved_seconds: float, optimizer: str, microbatches: int,
     in_flight: int, reshard_paths: ReshardPaths, holds: Ledger, made_as: Mapping[Ref, State],
-    buffers: Mapping[str, State],
+    buffers: Mapping[str, State], versions: int,
 ) -> Price:  # fmt: skip
     """Return the price without its transient bytes; ``moved_seconds`` are those of reshards, less overlapped parts."""
     compute, inside = recompute_seconds(graph, rules, pricer, chosen, reshard_paths, holds)
@@ -264,7 +268,7 @@ def _price(  # noqa: PLR0913  (the terms of a price)
             memo[key] = pricer.op(graph, node, rule, strategy)
         compute += memo[key][0]
         inside += memo[key][1]
-    load = parameter_load(graph, rules, pricer, chosen, owned, microbatches, optimizer)
+    load = parameter_load(graph, rules, pricer, chosen, owned, microbatches, optimizer, versions)
     extra = pricer.costs.stage(lambda: beside_ops(graph, pricer, owned, made_as, microbatches, optimizer))
     totals = [0] * 4
     peak = 0
@@ -282,6 +286,7 @@ def _price(  # noqa: PLR0913  (the terms of a price)
         totals[0], totals[1], totals[2], totals[3] + peak,
         in_flight * holds.kept_bytes + lives_again, lives_again,
         buffer_bytes=_buffer_bytes(graph, pricer, buffers) if graph.forward_only else 0,
+        version_bytes=sum(cost.version_bytes for cost in load.costs),
     )  # fmt: skip
 
 

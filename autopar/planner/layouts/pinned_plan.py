@@ -15,7 +15,7 @@ from autopar.errors import PlanError
 from autopar.garbage_collection import uncollected
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.exact.transplant import structure, transplant
-from autopar.planner.inter_op.simulating.timing import timing_of
+from autopar.planner.inter_op.simulating.timing import step_of, timing_of
 from autopar.planner.intra_op.building.decoder import Decided
 from autopar.planner.intra_op.building.parameter_sharding import choices
 from autopar.planner.intra_op.memory.recompute import patterns_in
@@ -27,14 +27,15 @@ from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, SHARD, 
 from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
 from autopar.plans.memory_decisions import REGATHER
 from autopar.plans.plan import ParamChoice, Pins, Plan, StagePlan, one_stage, reshard_key
-from autopar.plans.prices import bytes_together
+from autopar.plans.prices import KeptVersions, bytes_together
 from autopar.plans.stage_graphs import StageGraph, cut, stage_edges_of
+from autopar.plans.weight_versions import check_asynchronous, note_on_training, versions_of
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.placements import REPLICATED, Placement, State, replicated_placement
-from cost_models.schedules import Schedule, Timeline, build, label_of, live_at_peak, live_per_stage, simulate
+from cost_models.schedules import Schedule, Timeline, build, label_of, live_at_peak, live_per_stage
 from hardware_profiles import Cluster
 
 STEP, USE = "step", "use"
@@ -142,15 +143,14 @@ class _Pinned:
         schedule = self._schedule
         size = said.mesh.n_devices
         devices = [tuple(range(g * size, (g + 1) * size)) for g in range(said.groups)]
+        check_asynchronous(schedule, graphs)
         stages, alike = self._stages(graphs, [devices[schedule.rank_of_stage[g.number]] for g in graphs])
         live = live_at_peak(schedule, [stage.kept_bytes for stage in stages])
         stages = [stage.with_in_flight(n) for stage, n in zip(stages, live, strict=True)]
         before = stages
         stages = with_agreed_buffers(graphs, stages, schedule, self.cluster)
         alike = alike if all(a is b for a, b in zip(before, stages, strict=True)) else ()
-        timing, step = timing_of(graphs, stages, schedule, self.cluster, alike)
-        timeline = simulate(schedule, timing)
-        seconds = step.seconds(timeline)
+        timeline, seconds = step_of(schedule, *timing_of(graphs, stages, schedule, self.cluster, alike))
         limits = [device_limit(self.cluster, of, said.options.memory_limit_bytes) for of in devices]
         needed = [bytes_together([stages[s].price for s in of]) for of in schedule.stages_of_rank]
         fullest = max(range(said.groups), key=lambda g: needed[g] / limits[g])
@@ -158,7 +158,8 @@ class _Pinned:
             self.graph.fingerprint, cluster_name, tuple(stages), schedule, stage_edges_of(graphs), seconds,
             pins=self._pins,
         ).validate()  # fmt: skip
-        notes = tuple(filter(None, [described(sizes_of(len(blocks_of(self.graph)), n_stages)) if n_stages > 1 else ""]))
+        sizes = described(sizes_of(len(blocks_of(self.graph)), n_stages)) if n_stages > 1 else ""
+        notes = tuple(filter(None, [sizes, note_on_training(schedule)]))
         return PinnedPlan(plan, timeline, needed[fullest], limits[fullest], self.graph, notes)
 
     @property
@@ -199,15 +200,17 @@ class _Pinned:
         kinds = {of: self._kind(of) for of in dict.fromkeys(devices)}
         plans: list[StagePlan] = []
         alike: list[int] = []
+        versions = versions_of(self._schedule)
         for number, (stage, of) in enumerate(zip(graphs, devices, strict=True)):
             graph = stage.graph
             hot = [node.name for _, node in graph.of_kind("op") if node.hot]
-            same = first.setdefault((structure(graph), kinds[of], tuple(self._names[name] for name in hot)), number)
+            names = tuple(self._names[name] for name in hot)
+            same = first.setdefault((structure(graph), kinds[of], names, versions[number]), number)
             alike.append(same)
             if same < number:
                 plans.append(replace(transplant(plans[same], graphs[same].graph, graph), devices=of))
             else:
-                plans.append(self._stage(graph, of))
+                plans.append(self._stage(graph, of, versions[number]))
         return plans, alike
 
     def _kind(self, devices: tuple[int, ...]) -> object:
@@ -215,12 +218,12 @@ class _Pinned:
         nodes = self.cluster.node_of
         return tuple((self.cluster.device(d).name, nodes[d] - nodes[devices[0]]) for d in devices)
 
-    def _stage(self, graph: Graph, devices: tuple[int, ...]) -> StagePlan:
+    def _stage(self, graph: Graph, devices: tuple[int, ...], versions: KeptVersions) -> StagePlan:
         """Return the plan of a stage."""
         said = self.said
         options = replace(
             said.options, microbatches=said.microbatches, recompute=patterns_in(graph, said.options.recompute),
-            may_recompute=False, fold=True, in_flight=self._in_flight,
+            may_recompute=False, fold=True, in_flight=self._in_flight, versions=versions,
         )  # fmt: skip
         setting = MeshProblem(graph, self.cluster, said.mesh, options, devices)
         plan = setting.realise(self._decided(graph, setting))

@@ -105,6 +105,10 @@ class ParallelModule(Derived):
             scaler: multiplies the gradients (:mod:`~autopar.runtime.optimizers.grad_scaler`); with ``optimizer``,
                 ``step()`` and ``update()`` of it follow, else ``unscale_``, clipping and these are the caller's.
 
+        In a pipeline with schedule ``pipedream`` or ``pipedream-2bw`` weights are updated while microbatches are in
+        flight, some of this batch in the next call (:meth:`drain`). It takes ``optimizer``, and no ``scaler``; reading
+        the loss waits for all stages.
+
         Returns:
             The loss of the batch, a tensor of shape [] and of the loss's dtype, the same on every rank. Gradients are
             added to those that are there, as ``loss.backward()`` adds them.
@@ -305,6 +309,7 @@ class ParallelModule(Derived):
         run draws what an uninterrupted one would. A rank that was seeded otherwise than the first one, by which all
         draw, does not have it. ``full_state_dict`` has only what the model has.
         """
+        self._autopar.check_at_rest("state_dict()")
         state = super().state_dict(*args, **kwargs)
         if not self._autopar.draws() or not self._autopar.seeds.alike:
             prefix: str = kwargs.get("prefix") or (args[1] if len(args) > 1 else "")
@@ -320,6 +325,7 @@ class ParallelModule(Derived):
         Raises:
             RunError: with ``assign``, a tensor of another dtype: the program was made for the one that there is.
         """
+        self._autopar.check_at_rest("load_state_dict()")
         if not isinstance(state_dict, Mapping):
             raise RunError(f"load_state_dict: expected a dict of tensors by name, got {type(state_dict).__name__}")
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -365,6 +371,18 @@ class ParallelModule(Derived):
         return sharded(self._autopar.local_batch, self._autopar.samplers, loader, seed)
 
     # -- pipelines
+
+    def drain(self) -> None:
+        """Finish the backwards and updates that are in flight; every rank calls it.
+
+        Only pipelines with schedule ``pipedream`` or ``pipedream-2bw`` have any between steps: there call it before
+        evaluating, saving and loading, and at the end of training. The next ``train_step`` fills the pipeline anew, and
+        the weights of then are those that its first microbatches are computed with. Elsewhere it does nothing.
+
+        Raises:
+            RunError: a step before has broken off.
+        """
+        self._autopar.drain()
 
     def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:
         """Start to record what the next steps of a pipeline do on this rank, or stop.

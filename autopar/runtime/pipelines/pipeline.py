@@ -22,8 +22,8 @@ from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.same_batch import Calls, first_readers
 from autopar.runtime.optimizers import grad_scaler
 from autopar.runtime.parameters.state import as_dtensor, whole_of
+from autopar.runtime.pipelines.asynchronous import AsynchronousSteps
 from autopar.runtime.pipelines.pipeline_outputs import of_batch, of_run
-from autopar.runtime.pipelines.pipeline_runs import PipelineBatches
 from autopar.runtime.pipelines.pipeline_start import begun, check_fits, take_values, unread_in
 from autopar.runtime.pipelines.rank_actions import Span, Unfinished
 from autopar.runtime.pipelines.schedule_check import check_buffers, check_rows
@@ -35,9 +35,10 @@ from autopar.runtime.stages.registering import Placing
 from autopar.runtime.stages.seeds import seeds_for
 from autopar.torch_private import pytree
 from autopar.words.trees import PyTree
+from cost_models.schedules import ASYNCHRONOUS_KINDS
 
 
-class PipelineRun(PipelineBatches):
+class PipelineRun(AsynchronousSteps):
     """A model in stages on several groups of ranks. Every rank holds the parameters of its own stages."""
 
     failures: Failures
@@ -102,6 +103,7 @@ class PipelineRun(PipelineBatches):
 
     def rebuilt(self, model: torch.nn.Module, values: Callable[[str], torch.Tensor]) -> PipelineRun:
         """Return a run like this one of a copy of the model, with given whole values by name; all ranks call it."""
+        self.check_at_rest("copy.deepcopy()")
         seeds = self.seeds
         new = PipelineRun(
             model, self.captured, self.plan, self.device.type, values, alike=seeds.alike, random=seeds.mode
@@ -152,6 +154,8 @@ class PipelineRun(PipelineBatches):
                 f"train_step: microbatches is {microbatches}, and a pipeline's schedule says how many a step has "
                 f"({self.plan.microbatches}); leave it out, or parallelize with microbatches={microbatches}"
             )
+        if self.plan.schedule.name in ASYNCHRONOUS_KINDS:
+            return self.step_of_stream(args, kwargs, optimizer, scaler)
         self.check_trains()
         with self.all_in_step(f"train_step {self.steps}"):
             scale = grad_scaler.scale_of(scaler, self.device)
@@ -186,6 +190,7 @@ class PipelineRun(PipelineBatches):
 
     def evaluate(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> torch.Tensor:
         """Return the mean loss of a batch without gradients."""
+        self.check_at_rest("evaluate()")
         with self.all_in_step("a forward without gradients"):
             ready = self.ready_runs(args, kwargs, "to evaluate")
             losses = [loss for loss, _ in self.forwards(ready)]
@@ -202,6 +207,7 @@ class PipelineRun(PipelineBatches):
                 "a pipelined model trains in whole steps: call train_step(*batch); for outputs call eval() first, for "
                 "a loss without gradients evaluate(*batch)"
             )
+        self.check_at_rest("a call in eval mode")
         with self.all_in_step("a forward without gradients"):
             ready = self.ready_runs(args, kwargs)
             for each in ready:
@@ -246,6 +252,12 @@ class PipelineRun(PipelineBatches):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients of all stages so that their norm is at most ``max_norm``; return the norm before."""
+        if self.plan.schedule.name in ASYNCHRONOUS_KINDS:
+            raise RunError(
+                f"clip_grad_norm_: the norm is over all stages, and schedule '{self.plan.schedule.name}' updates each "
+                "of them within train_step, when the gradients of others are not there: clip values in hooks of the "
+                "parameters, or use schedule 1f1b"
+            )
         if norm_type != 2.0:
             raise RunError(f"clip_grad_norm_: norm_type is {norm_type}; a pipeline knows 2")
         with self.all_in_step("clip_grad_norm_"):

@@ -8,23 +8,19 @@ from autopar.errors import PlanError
 from autopar.plans.device_groups import stored_differently
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph
+from autopar.plans.weight_versions import check_asynchronous
 from cost_models.schedules import Deadlock, Edge, Schedule, simulate, times
-from cost_models.schedules.asynchronous import ASYNCHRONOUS
 
 
 def check_rows(schedule: Schedule, graphs: Sequence[StageGraph]) -> None:
     """Refuse a schedule that a step of training cannot follow.
 
     Raises:
-        PlanError: an action is missing or twice, ranks wait for each other, there is no backward, weights would change
-            with microbatches in flight, a rank takes messages too far from the order in which they are sent, or a stage
-            whose buffers follow the batches takes these in another order.
+        PlanError: an action is missing or twice, ranks wait for each other, there is no backward, weights change with
+            microbatches in flight in a way that cannot be run, a rank takes messages too far from the order in which
+            they are sent, or a stage whose buffers follow the batches takes these in another order.
     """
-    if schedule.name in ASYNCHRONOUS:
-        raise PlanError(
-            f"schedule '{schedule.name}' updates weights while microbatches are in flight, which changes the training "
-            "result: it can be simulated and is not run; name the rows otherwise to run them with one update a step"
-        )
+    check_asynchronous(schedule, graphs)
     if schedule.forward_only:
         raise PlanError(f"schedule '{schedule.name}' has no backward, so it trains nothing; evaluate() needs no plan")
     pairs = sorted({(stage_edge.source, g.number) for g in graphs for stage_edge in g.takes})

@@ -65,7 +65,7 @@ class Flight:
             row: what this rank does in a step.
         """
         self.part, self.stage, self.input_gradients, self.leads = part, stage, input_gradients, leads
-        self.shares: Sequence[float] = ()
+        self.shares: Sequence[float] | Mapping[int, float] = ()
         self.scale: torch.Tensor | None = None
         self.local_batch: RowsOfRanks | None = None
         self.into = [wire for wire in wires if wire.target == part.number]
@@ -86,8 +86,9 @@ class Flight:
         return stage.plan.whole_backward or stage.compile_args is not None
 
     def begin(
-        self, shares: Sequence[float], local_batch: RowsOfRanks | None, scale: torch.Tensor | None = None
-    ) -> None:
+        self, shares: Sequence[float] | Mapping[int, float], local_batch: RowsOfRanks | None,
+        scale: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Begin a step: what was gathered before the optimizer's step no longer counts.
 
         Args:

@@ -166,6 +166,7 @@ class Post:
     inbox: dict[Message, tuple[Any, torch.Tensor]] = field(default_factory=dict)
     answers: dict[Message, float] = field(default_factory=dict)
     outbox: list[UnderWay] = field(default_factory=list)
+    late: list[UnderWay] = field(default_factory=list)
     stream: StepStream = field(init=False)
 
     def __post_init__(self) -> None:
@@ -181,26 +182,43 @@ class Post:
         Args:
             channels: by sender and receiver, the process group for what passes from the one to the other.
         """
+        post = Post(rank, device, wires, microbatches, {}, channels=channels)
+        post.add(rows)
+        return post
+
+    def add(self, rows: Mapping[int, Sequence[Action]]) -> None:
+        """Expect the messages of further actions, which all ranks do behind those that are known.
+
+        Args:
+            rows: for every rank, those of its group.
+        """
         coming: dict[int, list[tuple[Message, Piece]]] = {}
         for sender, row in rows.items():
-            if sender == rank:
+            if sender == self.rank:
                 continue
             for action in row:
-                for message, piece in messages_of(action, wires):
-                    if piece.source == sender and piece.target == rank:
+                for message, piece in messages_of(action, self.wires):
+                    if piece.source == sender and piece.target == self.rank:
                         coming.setdefault(sender, []).append((message, piece))
         going: dict[int, list[tuple[Message, Piece]]] = {}
-        for action in rows[rank]:
-            for message, piece in messages_of(action, wires):
-                if piece.source == rank != piece.target:
+        for action in rows[self.rank]:
+            for message, piece in messages_of(action, self.wires):
+                if piece.source == self.rank != piece.target:
                     going.setdefault(piece.target, []).append((message, piece))
-        post = Post(rank, device, wires, microbatches, coming, going, channels=channels)
-        for sender, messages in coming.items():
-            for i, (message, _) in enumerate(messages):
-                post.place[message] = (sender, i)
         for target, messages in going.items():
-            post.answers.update(answers_of(messages, coming.get(target, ()), rows[target], wires))
-        return post
+            before = len(self.coming.get(target, ()))
+            answers = answers_of(messages, coming.get(target, ()), rows[target], self.wires)
+            self.answers.update({message: before + number for message, number in answers.items()})
+            self.going.setdefault(target, []).extend(messages)
+        for sender, messages in coming.items():
+            known = self.coming.setdefault(sender, [])
+            for i, (message, _) in enumerate(messages, len(known)):
+                self.place[message] = (sender, i)
+            known.extend(messages)
+            if self.posted:
+                self.posted.setdefault(sender, 0)
+        if self.sent:
+            self.sent = {**dict.fromkeys(self.going, 0), **self.sent}
 
     @property
     def _ahead(self) -> int:
@@ -221,9 +239,32 @@ class Post:
         """
         for sent in self.outbox:
             sent.work.wait()
-        self.outbox = []
+        self.outbox, self.late = [], []
         assert not self.inbox, f"rank {self.rank}: nobody took {list(self.inbox)[:3]}"
         self.posted, self.sent = {}, {}
+
+    def forget(self) -> None:
+        """Forget messages that are over, where all actions that are known have been done and more may follow.
+
+        What no message answers stays one such time longer: by then its receiver has gone on, and it has left.
+        """
+        for sent in self.late:
+            sent.work.wait()
+        self.outbox = [sent for sent in self.outbox if not any(sent is other for other in self.late)]
+        for sender, messages in self.coming.items():
+            waiting = [self.place[m][1] for m in self.inbox if m in self.place and self.place[m][0] == sender]
+            over = min([*waiting, self.posted[sender]])
+            for message, _ in messages[:over]:
+                del self.place[message]
+            del messages[:over]
+            self.place.update({message: (sender, i) for i, (message, _) in enumerate(messages)})
+            self.posted[sender] -= over
+            self.outbox = [s._replace(answer=s.answer - over) if s.target == sender else s for s in self.outbox]
+        self.answers.clear()
+        for target, gone in self.going.items():
+            gone.clear()
+            self.sent[target] = 0
+        self.late = [sent for sent in self.outbox if sent.answer == inf]
 
     def _receive(self, sender: int, upto: int) -> None:
         messages = self.coming[sender]

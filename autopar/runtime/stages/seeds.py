@@ -88,6 +88,8 @@ class Seeds:
 
     Attributes:
         mode: which of :data:`MODES` it is.
+        own: the seeds that this rank has taken from its own generator, where all ranks are to have taken the same and
+            compare them later; None where the first rank tells the others.
         recorded: gives the seed of a call in the place of :meth:`of_call`, while a step is recorded.
     """
 
@@ -104,6 +106,7 @@ class Seeds:
             alike: whether this rank's generator was seeded as the first rank's; None if all ranks are to find out.
         """
         self.group, self.first, self.device = group, first, device
+        self.own: list[int] | None = None
         self.recorded: Callable[[PlaceInBatch | None], torch.Tensor] | None = None
         self._step: _Step | None = None
         self._alike = alike if alike is not None else group is None or seeded_alike(group)
@@ -120,8 +123,11 @@ class Seeds:
 
     def take(self) -> torch.Tensor:
         """Take a seed, int64 [], on the module's device; every rank calls it."""
-        if self.group is None:
-            return torch.full((), next_seed(), dtype=torch.int64, device=self.device)  # written there: the host goes on
+        if self.group is None or self.own is not None:
+            number = next_seed()
+            if self.own is not None:
+                self.own.append(number)
+            return torch.full((), number, dtype=torch.int64, device=self.device)  # written there: the host goes on
         told = torch.empty(2, dtype=torch.int64, device=self.device)
         seed, seeded_as = told.unbind()
         seed.fill_(next_seed())

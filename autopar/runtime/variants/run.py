@@ -347,6 +347,12 @@ class ParallelRun(ProgramRun):
                 ": call, evaluate and save it before that, or parallelize the model again"
             )
 
+    def check_at_rest(self, what: str) -> None:
+        """Refuse what needs the whole model while parts of it are ahead of others, as in an asynchronous pipeline."""
+
+    def drain(self) -> None:
+        """Finish what steps have left for later: nothing but in an asynchronous pipeline."""
+
     def fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
         """Enclose a part of a step: what fails in it on one rank ends the step on all."""
         return self.failures.during(where) if self.failures is not None else contextlib.nullcontext()
@@ -370,6 +376,7 @@ class ParallelRun(ProgramRun):
             RunError: only some ranks have come to it, while others go on; on all of them, also within their steps.
         """
         self.check_world()
+        self.check_at_rest(f"{what}()")
         if self.failures is None or self._all_are_together:
             yield
             return

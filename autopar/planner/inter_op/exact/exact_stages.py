@@ -24,7 +24,7 @@ from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.exact.stage_plans import StagePlans, pace_of, rounded
 from autopar.planner.inter_op.simulating.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.simulating.phases import phases
-from autopar.planner.inter_op.simulating.timing import OnceAStep, timing_of
+from autopar.planner.inter_op.simulating.timing import OnceAStep, step_of, timing_of
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.intra_op.building.fold import Fold, fold
 from autopar.planner.intra_op.building.integer_program import Beaten, NoChoice
@@ -37,12 +37,13 @@ from autopar.planner.intra_op.within_memory import UNLIMITED
 from autopar.plans.plan import Plan, StagePlan, one_stage
 from autopar.plans.prices import bytes_together
 from autopar.plans.stage_graphs import StageGraph, cut, hot_ops, stage_edges_of
+from autopar.plans.weight_versions import check_asynchronous, note_on_training, versions_of
 from autopar.progress import tell
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes
 from cost_models.schedules import (
-    SCHEDULES,
+    KNOWN,
     Schedule,
     Timeline,
     Times,
@@ -50,7 +51,6 @@ from cost_models.schedules import (
     label_of,
     live_at_peak,
     live_per_stage,
-    simulate,
 )  # fmt: skip
 from hardware_profiles import Cluster
 
@@ -177,15 +177,16 @@ class ExactPlans:
                 return None  # this schedule does not allow these counts
         if n == 1:
             schedule = one_stage(self.request.microbatches)
+        check_asynchronous(schedule, graphs)
         choices, timing, once = self._stages(graphs, schedule, candidate, best_known, thorough, explains)
         if request == SEARCHED and n > 1:
             limits = [self.limit(devices) for devices in candidate.devices]
             choices, schedule = better_order(choices, schedule, timing, limits)
-        timeline = simulate(schedule, timing)
-        seconds = once.seconds(timeline)
+        timeline, seconds = step_of(schedule, timing, once)
+        note = note_on_training(schedule)
         plan = Plan(
             self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule, stage_edges_of(graphs),
-            seconds,
+            seconds, (note,) if note else (),
         ).validate()  # fmt: skip
         return Exact(seconds, self.what(candidate, label_of(schedule)), plan, timeline, self, candidate)
 
@@ -208,7 +209,7 @@ class ExactPlans:
         ``schedule``: its label, if it was built.
         """
         if schedule is None:
-            kind = SCHEDULES.get(candidate.schedule)
+            kind = KNOWN.get(candidate.schedule)
             each = (len(candidate.bounds) + 1) // candidate.groups
             schedule = kind.at(each).label if kind and candidate.groups > 1 else candidate.schedule
             schedule = schedule if candidate.groups > 1 else "none"
@@ -280,6 +281,7 @@ class ExactPlans:
         group = schedule.rank_of_stage
         stored: dict[tuple[int, str], str] = {}
         counted = counted_in_flight(live, live_per_stage(schedule))
+        versions = versions_of(schedule)
         planned: dict[int, tuple[StagePlan, Options]] = {}
         for of_group in spread_out(schedule.stages_of_rank):  # one that alone takes too long ends it
             spent = 0.0
@@ -297,7 +299,7 @@ class ExactPlans:
                 share = share_of(number, of_group, live, counted, candidate)
                 options = replace(
                     plan_options, in_flight=counted[number], params=pins or None, worth_seconds=worth - spent,
-                    microbatches=self.request.microbatches,
+                    microbatches=self.request.microbatches, versions=versions[number],
                     memory_limit_bytes=rooms[group[number]] * share + extra_bytes(number, of_group, candidate),
                     recompute=patterns_in(stage.graph, plan_options.recompute), may_recompute=self._may_recompute,
                     blocks=self._blocks_in(stage.graph), explains=explains,
@@ -320,7 +322,7 @@ class ExactPlans:
         request = [planned[number][1] for number in range(len(graphs))]
         if not self.few and best_known < inf:
             timing, once = timing_of(graphs, choices, schedule, self.cluster)
-            if once.seconds(simulate(schedule, timing)) > EFFORT.unrefined * best_known:
+            if step_of(schedule, timing, once)[1] > EFFORT.unrefined * best_known:
                 raise Beaten
         self._refine(graphs, choices, request, schedule)
         return with_agreed_buffers(graphs, choices, schedule, self.cluster)

@@ -47,7 +47,7 @@ class StagePlans:
         places = tuple((graph.index[first], graph.index[last]) for first, last in requested)
         begins = tuple(graph.index[name] for name in options.blocks)
         pinned = places_of_pins(graph, mesh, options)
-        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places, begins, pinned
+        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places, begins, pinned, options.versions
         by_in_flight = self._plans.setdefault(key, {})
         wanted = options.in_flight
         target = wanted if exact else rounded(wanted)
@@ -56,7 +56,7 @@ class StagePlans:
             if (n == target and near) or (n > wanted and _is_free(plan)):
                 alike = plan if first is graph else transplant(plan, first, graph)
                 return replace(alike.with_in_flight(wanted), devices=devices)
-        of_any_limit = *key[:3], places, begins, pinned
+        of_any_limit = *key[:3], places, begins, pinned, options.versions
         first, earlier = self._earlier.setdefault(of_any_limit, (graph, Earlier()))
         for by, plan in self._nearly_free.get(of_any_limit, ()):
             alike = _that_fits(plan, options, device_limit(self.cluster, devices, options.memory_limit_bytes))

@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from autopar.errors import PlanError
 from autopar.planner.effort import EFFORT
 from autopar.plans.plan import StagePlan
-from cost_models.schedules import SCHEDULES, Schedule, Times, live_per_stage, parse_kind, search
-from cost_models.schedules.asynchronous import ASYNCHRONOUS
+from cost_models.schedules import (
+    ASYNCHRONOUS_KINDS,
+    KNOWN,
+    SCHEDULES,
+    Schedule,
+    Times,
+    live_per_stage,
+    parse_kind,
+    search,
+)
 
 SEARCHED = "searched"
 """The name of a schedule that is searched for, one stage a group."""
@@ -18,16 +26,13 @@ START = "1f1b"
 
 def check_name(name: str) -> None:
     """Refuse a name that is no schedule of a pipeline."""
-    if name in ASYNCHRONOUS:
-        raise PlanError(
-            f"schedule '{name}' updates weights while microbatches are in flight, which changes the training result; "
-            f"it can be simulated (cost_models.schedules.asynchronous) and is not run; use {', '.join(SCHEDULES)} or "
-            f"{SEARCHED}"
-        )
     if name == SEARCHED:
         return
-    if name.partition(":")[0] not in SCHEDULES:
-        raise PlanError(f"no schedule '{name}'; use {', '.join(SCHEDULES)} or {SEARCHED}")
+    if name.partition(":")[0] not in KNOWN:
+        raise PlanError(
+            f"no schedule '{name}'; use {', '.join(SCHEDULES)} or {SEARCHED}, or one that changes the training result: "
+            + ", ".join(ASYNCHRONOUS_KINDS)
+        )
     try:
         parse_kind(name)
     except ValueError as error:

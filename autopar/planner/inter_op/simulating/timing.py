@@ -15,7 +15,8 @@ from autopar.plans.transfer import Load, Side, loads, transfer
 from autopar.words.graph import Spec
 from autopar.words.placements import State, path
 from cost_models.costs import costs_of
-from cost_models.schedules import Edge, Schedule, Timeline, Times, times
+from cost_models.schedules import ASYNCHRONOUS_KINDS, Edge, Schedule, Timeline, Times, simulate, times
+from cost_models.schedules.asynchronous import steady, updates_of_step
 from hardware_profiles import Cluster
 
 
@@ -59,6 +60,17 @@ class OnceAStep:
     def seconds(self, timeline: Timeline) -> float:
         """Return the seconds of a whole step."""
         return timeline.makespan_seconds + self.more(timeline)
+
+
+def step_of(schedule: Schedule, timing: Times, once: OnceAStep) -> tuple[Timeline, float]:
+    """Return a step action by action, and its seconds; of an asynchronous schedule, a step in a full pipeline."""
+    if schedule.name in ASYNCHRONOUS_KINDS:
+        of_group = [sum(parts) for parts in zip(once.gathers, once.reductions, once.optimizer, strict=True)]
+        each = [updates_of_step(schedule) * of_group[schedule.rank_of_stage[s]] for s in range(schedule.n_stages)]
+        timeline = steady(schedule, timing, each)
+        return timeline, timeline.makespan_seconds
+    timeline = simulate(schedule, timing)
+    return timeline, once.seconds(timeline)
 
 
 class Parts(Protocol):

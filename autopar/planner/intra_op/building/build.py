@@ -65,6 +65,7 @@ class Builder:
         blocks: names of the operators with which blocks begin, if they are known.
         offloads: results may be moved to the memory of the host, of ``choose_memory``.
         asked: operators whose results the user asked to be moved there.
+        versions: versions of weights at one time; with several, nothing is gathered anew for a backward.
         stored: buffers whose storage is decided (:mod:`autopar.planner.intra_op.kept_state`).
         stored_states: pinned placements of these, by name.
     """
@@ -90,6 +91,7 @@ class Builder:
     stored_states: Mapping[str, State] = field(default_factory=dict)
     offloads: bool = False
     asked: frozenset[int] = frozenset()
+    versions: int = 1
 
     def build(self) -> tuple[Problem, Decoder]:
         """Return the integer program, and the decoder of its solutions."""
@@ -162,7 +164,9 @@ class Builder:
         )  # fmt: skip
         moments = None
         if kept is not None:
-            moments = MomentRows(kept, self.fold, problem, parameters, self.optimizer, self.microbatches, storage)
+            moments = MomentRows(
+                kept, self.fold, problem, parameters, self.optimizer, self.microbatches, storage, self.versions
+            )
         may = self._offers.recomputable if self.choose_recompute else None
         return problem, Decoder(graph, self.fold, chains, parameters, outputs, arrivals, may, moments, storage)
 
@@ -330,10 +334,12 @@ class Builder:
         for choice in P.choices(spec, node.needs_grad, uses or {whole}, mesh, all_dims=every):
             if self.allowed_params is not None and not self.allowed_params(node, choice):
                 continue
+            if self.versions > 1 and choice.lifetime == "use":
+                continue
             policy = self.graph.policy_of(node)
             cost = P.cost(
                 spec, node.needs_grad, choice, self.pricer, stepped_by(self.graph, node, self.optimizer),
-                self.microbatches, policy,
+                self.microbatches, policy, self.versions,
             )  # fmt: skip
             by_use.setdefault(choice.used, []).append((choice, cost))
         for of_use in by_use.values():

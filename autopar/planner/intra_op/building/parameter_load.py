@@ -66,7 +66,7 @@ def together(loads: Sequence[tuple[int, ParameterLoad]]) -> ParameterLoad:
 
 def parameter_load(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
-    owned: Mapping[int, ParamChoice], microbatches: int, optimizer: str,
+    owned: Mapping[int, ParamChoice], microbatches: int, optimizer: str, versions: int = 1,
 ) -> ParameterLoad:  # fmt: skip
     """Return the load of a plan's parameters.
 
@@ -83,7 +83,8 @@ def parameter_load(
         key = nodes[i].out, nodes[i].needs_grad, choice, nodes[i].narrow is not None, by
         cost = cost_of.get(key)
         if cost is None:
-            cost = cost_of[key] = P.cost(*key[:3], pricer, by, microbatches, graph.policy_of(nodes[i]))
+            policy = graph.policy_of(nodes[i])
+            cost = cost_of[key] = P.cost(*key[:3], pricer, by, microbatches, policy, versions)
         costs.append(cost)
         if cost.seconds:
             collectives, may_hide = collectives.plus(cost.collectives), may_hide.plus(cost.may_hide)

@@ -37,6 +37,7 @@ class ParamCost:
         collectives: the same, by when they run.
         may_hide: the part of `seconds` that may overlap with computing.
         step_seconds: seconds of the optimizer, and of adding its gradients up over microbatches.
+        version_bytes: further versions of the weight, as operators use it.
         peak_bytes: what copies gathered for one use take while they live: this one and the next, which is fetched
             ahead. Of all parameters the largest counts.
     """
@@ -50,11 +51,13 @@ class ParamCost:
     optimizer_bytes: int
     gathered_bytes: int
     peak_bytes: int = 0
+    version_bytes: int = 0
 
     @property
     def n_bytes(self) -> int:
         """Bytes that stay on a rank, without peaks."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
+        state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return state + self.gathered_bytes + self.version_bytes
 
 
 def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_dims: bool = False) -> list[ParamChoice]:
@@ -206,9 +209,9 @@ def first_read(graph: Graph, bucket_bytes: float) -> frozenset[int]:
 
 def cost(
     spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, optimizer: str, microbatches: int,
-    precision: Precision | None = None,
+    precision: Precision | None = None, versions: int = 1,
 ) -> ParamCost:  # fmt: skip
-    """Price of one parameter.
+    """Price of one parameter, of which there are so many ``versions`` at one time.
 
     ``spec``: as the program reads it; ``precision``: a policy, under which it is stored, and its gradient added up,
     in other formats; ``optimizer``: what steps on it (:func:`autopar.plans.stepped_by.stepped_by`).
@@ -242,6 +245,7 @@ def cost(
         by_itself.of_step(microbatches), by_itself, may_hide, step_seconds, stored, stored if grad else 0,
         optimizer_state_bytes(optimizer, elements, of_moments, 1) if grad else 0, gathered,
         2 * used if choice.lifetime == "use" and choice.stored != choice.used else 0,
+        (versions - 1) * used_elements * spec.item_bytes if grad else 0,
     )  # fmt: skip
 
 
@@ -296,6 +300,7 @@ def peak_bytes(graph: Graph, plan: StagePlan, pricer: Pricer) -> int:
                 stepped_by(graph, nodes[name], plan.optimizer),
                 plan.microbatches,
                 graph.policy_of(nodes[name]),
+                plan.versions.number,
             ).peak_bytes
             for name, choice in plan.params.items()
         ),

@@ -26,7 +26,7 @@ from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph, Ref
 
 PARAMETERS, MASTERS, GRADIENTS, OPTIMIZER = "parameters", "masters", "gradients", "optimizer"
-GATHERED, ACTIVATIONS, LOSS = "gathered copies", "activations", "logits and loss"
+GATHERED, VERSIONS, ACTIVATIONS, LOSS = "gathered copies", "weight versions", "activations", "logits and loss"
 ACTIVATION_GRADIENTS, COMMUNICATION, WORKSPACE = "gradients of activations", "communication", "inside operators"
 CATEGORIES: Mapping[str, str] = {
     PARAMETERS: "as they are stored, in the format in which they are used",
@@ -34,6 +34,7 @@ CATEGORIES: Mapping[str, str] = {
     GRADIENTS: "of parameters, as they are stored",
     OPTIMIZER: "the optimizer's state",
     GATHERED: "parameters, and their gradients, as the operators use them",
+    VERSIONS: "older weights, with which microbatches in flight are computed",
     ACTIVATIONS: "results of operators: kept for the backward, passing, or made again",
     LOSS: "logits, and what is computed of them, with its gradients",
     ACTIVATION_GRADIENTS: "of results of other operators",
@@ -78,8 +79,9 @@ class StageContents:
         plan, (walk, holds) = self.plan, self._walked
         params = {i: plan.params[node.target] for i, node in self.graph.of_kind("param")}
         return with_working_bytes(
-            plan.price, walk, holds, params, plan.outputs, plan.optimizer, plan.microbatches, plan.in_flight
-        )[1]
+            plan.price, walk, holds, params, plan.outputs, plan.optimizer, plan.microbatches, plan.in_flight,
+            plan.versions,
+        )[1]  # fmt: skip
 
     @cached_property
     def _walked(self) -> tuple[Walk, Ledger]:
@@ -137,11 +139,11 @@ class StageContents:
             choice = plan.params[node.target]
             cost = parameter_sharding.cost(
                 node.out, node.needs_grad, choice, self.pricer, stepped_by(graph, node, plan.optimizer),
-                plan.microbatches, graph.precision,
+                plan.microbatches, graph.precision, plan.versions.number,
             )  # fmt: skip
             category = PARAMETERS if graph.stored(node).dtype == node.out.dtype else MASTERS
             held += [HeldMemory(category, i, cost.parameter_bytes), HeldMemory(OPTIMIZER, i, cost.optimizer_bytes)]
-            held += [HeldMemory(GATHERED, i, cost.gathered_bytes)]
+            held += [HeldMemory(GATHERED, i, cost.gathered_bytes), HeldMemory(VERSIONS, i, cost.version_bytes)]
             largest = max(largest, (cost.peak_bytes, i))
         if largest[0]:
             held.append(HeldMemory(GATHERED, largest[1], largest[0]))
@@ -170,9 +172,9 @@ class StageContents:
         """Return all that is there at the fullest moment; the bytes add up to the price's."""
         fullest, held = self.fullest, self.stored()
         if fullest.moment is None:
-            gradients = self.gradients()
-            beside = fullest.n_bytes - sum(each.n_bytes for each in gradients)
-            return [*held, *gradients, *([HeldMemory(WORKSPACE, None, beside)] if beside else [])]
+            there = [*self.gradients(), *self.kept(fullest.in_flight)]
+            beside = fullest.n_bytes - sum(each.n_bytes for each in there)
+            return [*held, *there, *([HeldMemory(WORKSPACE, None, beside)] if beside else [])]
         moments = self.moments(not fullest.is_first)
         at = self._at(moments, fullest.moment)
         held += self.kept(fullest.in_flight - 1)

@@ -28,7 +28,8 @@ def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) ->
     p = tight.price
     parts = sorted(
         [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),
-         ("buffers", p.buffer_bytes), ("gathered parameters", p.gathered_bytes), ("activations", p.activation_bytes),
+         ("buffers", p.buffer_bytes), ("gathered parameters", p.gathered_bytes),
+         ("weight versions", p.version_bytes), ("activations", p.activation_bytes),
          ("working memory", max(0, p.working_bytes))], key=lambda e: -e[1],
     )  # fmt: skip
     biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:LARGEST]

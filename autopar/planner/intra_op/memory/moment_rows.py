@@ -61,10 +61,10 @@ class MomentRows:
     def __init__(
         self, kept: KeptBytes, fold: Fold, problem: Problem,
         parameters: Mapping[int, tuple[int, Sequence[ParamChoice]]], optimizer: str, microbatches: int,
-        storage: Collection[int] = (),
+        storage: Collection[int] = (), versions: int = 1,
     ) -> None:  # fmt: skip
         self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
-        self.optimizer, self.microbatches, self.storage = optimizer, microbatches, storage
+        self.optimizer, self.microbatches, self.storage, self.versions = optimizer, microbatches, storage, versions
         self.at_once = True
         self._first: dict[bool, tuple[MomentBytes, ...]] = {}
         self.graph: Graph = kept.rows.graph
@@ -140,6 +140,7 @@ class MomentRows:
                     stepped_by(self.graph, nodes[i], optimizer),
                     n,
                     policy(nodes[i]),
+                    self.versions,
                 )
                 for c in choices
             ]
@@ -164,7 +165,8 @@ class MomentRows:
             n = len(nodes_of[i])
             there = sum(map(gradient, nodes_of[i]))
             items[item] = [
-                n * (c.parameter_bytes + c.optimizer_bytes + c.gathered_bytes) + there * c.gradient_bytes
+                n * (c.parameter_bytes + c.optimizer_bytes + c.gathered_bytes + c.version_bytes)
+                + there * c.gradient_bytes
                 for c in self._costs[item]
             ]
         return items

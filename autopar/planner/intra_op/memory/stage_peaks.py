@@ -15,7 +15,7 @@ from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.moments import StepMoments
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import ParamChoice
-from autopar.plans.prices import Crossed, Price, StagePeaks
+from autopar.plans.prices import ONE_VERSION, Crossed, KeptVersions, Price, StagePeaks
 from autopar.plans.stepped_by import matrices_of, stepped_by
 from autopar.words.graph import Graph, Ref
 from autopar.words.placements import State
@@ -30,21 +30,25 @@ gone by then, so that this is rarely the fullest moment, and it is not counted."
 
 def with_working_bytes(
     price: Price, walk: Walk, holds: Ledger, params: Mapping[int, ParamChoice], outputs: Sequence[State | None],
-    optimizer: str, microbatches: int, in_flight: int,
+    optimizer: str, microbatches: int, in_flight: int, versions: KeptVersions = ONE_VERSION,
 ) -> tuple[Price, StagePeaks]:  # fmt: skip
     """Return the price with the working memory of a step's fullest moment, and the moments from which it follows.
 
-    ``holds`` is the ledger of ``walk``; ``outputs`` are the placements of the graph's outputs.
+    ``holds`` is the ledger of ``walk``; ``outputs`` are the placements of the graph's outputs. With several weight
+    versions, a step begins in the middle of the one before: gradients are there all the time, or never for long.
     """
     first = later = None
     stay = walk.kernels.keeps_gradients
-    if in_flight >= microbatches and not stay:
+    flows = versions != ONE_VERSION
+    if not stay and (versions.each_microbatch if flows else in_flight >= microbatches):
         first = StepMoments(walk, holds, params, outputs, False).peaks()
-    if microbatches > 1 or stay:
+    if (microbatches > 1 or stay) and not versions.each_microbatch:
         later = StepMoments(walk, holds, params, outputs, True).peaks()
     in_step = _stepping(walk, params, optimizer)
     arrived, sent = _arrived(walk), _sent(walk, outputs)
-    peaks = StagePeaks(first, later, price.gradient_bytes, in_step, holds.kept_bytes, arrived, sent, microbatches)
+    peaks = StagePeaks(
+        first, later, price.gradient_bytes, in_step, holds.kept_bytes, arrived, sent, microbatches, flows
+    )
     return peaks.added_to(price, in_flight), peaks
 
 

@@ -8,6 +8,7 @@ from math import inf
 
 from autopar.planner.effort import PATIENT, SolverWork, requested_seconds
 from autopar.plans.offload_options import NOTHING, Offload
+from autopar.plans.prices import ONE_VERSION, KeptVersions
 from autopar.words.placements import State
 from hardware_profiles import Cluster, budget_of
 
@@ -32,6 +33,7 @@ class Options:
         worth_seconds: if memory binds, a plan that is proven to take this long is not searched to its end.
         fold: decide identical blocks once.
         in_flight: microbatches whose activations are kept at once: more than one in a stage of a pipeline.
+        versions: versions of weights that are kept at one time, in an asynchronous pipeline.
         recompute: patterns of module paths (``layers.*``); each module that matches keeps only its inputs for the
             backward, and is recomputed there. So are regions that the model runs under activation checkpointing.
         may_recompute: if memory binds, and neither ``recompute`` nor the model says what is recomputed, operators of
@@ -56,6 +58,7 @@ class Options:
     worth_seconds: float = inf
     fold: bool = True
     in_flight: int = 1
+    versions: KeptVersions = ONE_VERSION
     recompute: Sequence[str] = ()
     may_recompute: bool = True
     offload: Offload = NOTHING
