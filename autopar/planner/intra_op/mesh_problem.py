@@ -86,8 +86,8 @@ class MeshProblem:
             pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None,
             dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
             options.in_flight, self.segments, choose_recompute, choices, options.blocks, self.stored,
-            self.stored_states, options.offload.chooses_activations, self.asked,
-            self.stored_states, options.versions.number,
+            self.stored_states, offloads=options.offload.chooses_activations, asked=self.asked,
+            versions=options.versions.number,
         ).build()  # fmt: skip
         if choose_recompute:
             self.recomputable = decoder.recomputable
