@@ -5,7 +5,8 @@
                         implement it and register on import (the last one imported is asked first)
 :mod:`.operator_cost`   seconds of an operator from a data sheet
 :mod:`.collective_cost` seconds of a collective; :mod:`.mesh_links`: the links it crosses; :mod:`.reshard_paths`: the
-                        links of a transfer; :mod:`.parameter_overlap`: exposed collectives of parameters
+                        links of a transfer; :mod:`.joined_axes`: several axes as one; :mod:`.parameter_overlap`:
+                        exposed collectives of parameters; :mod:`.chunked_exchange`: exchanges in chunks beside products
 :mod:`.host_link`       copies to and from the memory of the host, beside compute
 :mod:`.optimizer_bytes` bytes of optimizer state; :mod:`.matrix_steps`: who steps on which whole matrix (Muon), and the
                         work and bytes of that

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
+from autopar.words.exchanges import without_exchange
 from autopar.words.placements import REPLICATE
 
 WHOLE = "I"
@@ -18,8 +19,11 @@ GRADIENTS_PENDING = "R"
 
 @cache
 def factor_and_block(option: str) -> tuple[str, int]:
-    """Return the factor in the name of an option and the elements of its blocks, 0 if it is cut without blocks."""
-    factor, _, block = option.partition("*")
+    """Return the factor in the name of an option and the elements of its blocks, 0 if it is cut without blocks.
+
+    How an exchange is made (:mod:`autopar.words.exchanges`) is left out.
+    """
+    factor, _, block = without_exchange(option).partition("*")
     return factor, int(block or 0)
 
 

@@ -11,6 +11,8 @@ from autopar.errors import PlanError
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block
+from autopar.rules.registry import rules_of
+from autopar.words.exchanges import exchange_of, exchange_written
 from autopar.words.graph import Graph, Node
 from autopar.words.meshes import Mesh
 from autopar.words.placements import INVARIANT, REPLICATED, State
@@ -43,6 +45,8 @@ def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
     if not rule.can_lower(cuts):
         return False
     if not _can_travel(rule, cuts):
+        return False
+    if why_not_exchanged(rule, [option.name for option in options], mesh):
         return False
     one = rule.lowering(cuts)
     if one is not None and any(len(cuts[f]) > 1 for f in one.on_one_axis & cuts.keys()):
@@ -100,6 +104,45 @@ def why_not_cut(rule: Rule, factor: str, axes: Sequence[tuple[int, int]]) -> str
     if factor in rule.needs_some and not min(lengths_of(n, before)):
         return f"has size {n}: cut over {pieces} ranks, it leaves some without any"
     return ""
+
+
+def why_not_exchanged(rule: Rule, names: Sequence[str], mesh: Mesh) -> str:
+    """Say why rows are not exchanged as the names of options, one for each axis, have it; empty if they are."""
+    if not any(exchange_written(name) for name in names):
+        return ""
+    large = [(name, axis, size) for name, (axis, size) in zip(names, mesh, strict=True) if size > 1]
+    for f in rule.ways:
+        cut = [k for k, (name, _, _) in enumerate(large) if factor_and_block(name)[0] == f]
+        pieces, exchange, written = prod(large[k][2] for k in cut), exchange_of("")[1], ""
+        for k in cut:
+            name, axis, _ = large[k]
+            joined, exchange = exchange_of(name)
+            written += exchange_written(name)
+            if joined and k - 1 not in cut:
+                return f"'{name}' on axis '{axis}' goes with '{f}' on the axis before it, which has another option"
+            if (exchange.chunks > 1 or exchange.bound) and k != cut[-1]:
+                return f"'{name}' on axis '{axis}': chunks and bounds are of the last exchange; name '{f}' there"
+        if written and rule.sizes[f] % (pieces * exchange.chunks):
+            parts = f" in {exchange.chunks} chunks" if exchange.chunks > 1 else " in one exchange"
+            return f"'{f}' has size {rule.sizes[f]}, which does not divide over {pieces} ranks{parts}"
+        if exchange.bound:
+            if any(not exchange_of(large[k][0])[0] for k in cut[1:]):
+                return f"'{large[cut[-1]][0]}': of several exchanges none is bounded; make one of them ('{f}+')"
+            rows = next(factor for factor in rule.together[f] if rule.gemm is None or factor != rule.gemm[3])
+            of_rows = prod(size for name, _, size in large if factor_and_block(name)[0] in (f, rows))
+            if rule.sizes[rows] % of_rows:
+                return (
+                    f"'{large[cut[-1]][0]}': {rule.sizes[rows]} rows do not divide over {of_rows} ranks, and a bound "
+                    "is for as many on each; use a batch that divides, or no bound"
+                )
+    return ""
+
+
+def joinable_axes(graph: Graph, mesh: Mesh) -> list[tuple[str, ...]]:
+    """List the sets of several neighbouring axes of a mesh along which an operator may make one exchange."""
+    ways = any(rule is not None and rule.ways for rule in rules_of(graph))
+    large = [axis for axis, size in mesh if size > 1] if ways else []
+    return [tuple(large[a:b]) for b in range(2, len(large) + 1) for a in range(b - 1)]
 
 
 def grads_of(graph: Graph, node: Node) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -176,4 +219,6 @@ def strategy_in_plan(graph: Graph, node: Node, rule: Rule, names: Sequence[str],
     cut = [factor_and_block(name)[0] for name, (_, size) in zip(names, mesh, strict=True) if size > 1]
     if not rule.can_lower(cut):
         raise PlanError(f"{node.where}: {' and '.join(cut)} cannot be cut at once; cut one of them\n  rule: {rule}")
+    if why := why_not_exchanged(rule, names, mesh):
+        raise PlanError(f"{node.where}: {why}")
     return combine([options[name] for name in names])

@@ -35,6 +35,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from autopar.errors import MeshError
+from autopar.words.exchanges import without_exchange
 from autopar.words.meshes import Mesh
 
 MOST_DIMS = 64
@@ -291,6 +292,6 @@ def axis_text(axis: str, unit: int) -> str:
 
 
 def axis_and_block(text: str) -> tuple[str, int]:
-    """Invert :func:`axis_text`."""
-    axis, _, unit = text.partition("*")
+    """Invert :func:`axis_text`; what else is written of an exchange (:mod:`autopar.words.exchanges`) is left out."""
+    axis, _, unit = without_exchange(text).partition("*")
     return axis, int(unit or 1)
