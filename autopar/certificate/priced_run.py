@@ -141,6 +141,8 @@ class PricedRun(Watched):
         self.beside: dict[int, OpSeconds] = {}  # by the call that messages run beside, what it computes
         self.windows: dict[object, list[OpSeconds]] = {}  # by passage under way, what is computed meanwhile
         self.now_open: list[OpSeconds] | None = None  # that of those which are under way now
+        self.computed: dict[object, OpSeconds] = {}  # by exchange in chunks, what is computed between its two ways
+        self.trips_of: dict[str, list[object]] = {}  # by operator that is called in parts: its exchanges
         self.read_by_parts: dict[str, list[PyTree]] = {}  # by operator that is called in parts: what they read
         self.flops_of_parts: dict[str, float] = {}
         self.targets = {node.name: node.target for node in graph.nodes}
@@ -156,7 +158,9 @@ class PricedRun(Watched):
         if "decision" in meta:
             self._leaves(n, DECISIONS[meta["decision"]])
         result = super().run_node(n)
+        trips = [b.trip for b in self.counted.begun[begun:] if b.chunks > 1]
         if "part" in meta:
+            self.trips_of.setdefault(meta["part"], []).extend(trips)
             self._part(n, self._flops_so_far() - before)
         if n.op == "call_function" and "node" in meta:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -165,6 +169,7 @@ class PricedRun(Watched):
             outs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
             flops = self._flops_so_far() - before + self.flops_of_parts.pop(meta["node"], 0.0)
             spent = self._op(n, ins, outs, flops, lambda: self._key(n, args, kwargs, outs))
+            self.computed |= dict.fromkeys([*trips, *self.trips_of.pop(meta["node"], [])], spent)
             self.seconds.append(spent.forward if self.second else spent.total)
             self.copies.computes(meta["node"], spent, self.second)
             if not self.second and self.source.nodes[self.source.index[meta["node"]]].hot:

@@ -29,19 +29,22 @@ from autopar.plans.prices import Price
 from autopar.plans.stepped_by import matrices_of, stepped_by
 from autopar.rules.function import PREFIX
 from autopar.rules.kernels import as_on_gpu, kernels_of
+from autopar.rules.lowering_helpers.joined_axes import group_along
 from autopar.rules.lowering_helpers.lowering_trial import Begun, ToOther, as_last_rank
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.registry import rules_of
-from autopar.rules.strategy import strategy_named
+from autopar.rules.strategy import joined_axes, strategy_named
 from autopar.torch_private import FakeTensorMode
 from autopar.words.graph import ITEM_BYTES, Graph, Ref
 from autopar.words.placements import State, Step, whole_state
 from autopar.words.shards import elements_moved, local_shape
 from cost_models import optimizer_state_bytes
+from cost_models.chunked_exchange import ChunkedExchange
 from cost_models.costs import Axis, Costs, OpSeconds, StageWork, costs_of
 from cost_models.host_link import HostCopies, copies_of
 from cost_models.matrix_steps import WholeMatrix, iteration_seconds, loads
 from cost_models.optimizer_bytes import MUON
+from cost_models.joined_axes import JOINED, JoinableAxes
 from cost_models.parameter_overlap import (
     HIDES_ALL,
     TENSOR,
@@ -97,9 +100,10 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     report = Report()
     costs, device = costs_of(cluster), cluster.slowest(plan.devices)
     kernels = kernels_of(cluster, device)
-    axes = costs.axes(plan.mesh.size_of, plan.devices)
+    axes = JoinableAxes(costs, plan.mesh.size_of, plan.devices)
     with fake_world(plan.mesh) as mesh:
         names = {str(mesh.get_group(name).group_name): name for name in plan.mesh.names}
+        names |= {str(group_along(joined).group_name): JOINED.join(joined) for joined in joined_axes(plan)}
         if types:
             typecheck(program)
         with as_on_gpu() if kernels.gpu else nullcontext():
@@ -174,6 +178,7 @@ def _recount(
         moved += axes[axis].seconds(kind, n_bytes) * (tensor if kind in TENSOR else 1.0)
     moved += _message_seconds(pricer.counted.messages, pricer.beside, axes)
     moved -= _hidden_seconds(pricer.counted.begun, pricer.windows, axes)
+    moved -= _hidden_in_chunks(pricer, axes)
     for message in pricer.counted.messages:
         report.collectives[message.axis, "send_recv"] += message.times
     report.price = Price(
@@ -214,14 +219,40 @@ def _hidden_seconds(
     """
     waits: dict[tuple[int, bool], float] = {}
     computed = {id(window): window for window in windows.values()}
-    for passage, axis, n_bytes, backward in begun:
-        if passage in windows:
+    for passage, axis, n_bytes, backward, _, chunks, _ in begun:
+        if passage in windows and chunks == 1:
             place = id(windows[passage]), backward
             waits[place] = waits.get(place, 0.0) + axes[axis].seconds("all_to_all", n_bytes)
     return sum(
         min(spent, sum(op.total - op.forward if backward else op.forward for op in computed[window]))
         for (window, backward), spent in waits.items()
     )
+
+
+def _hidden_in_chunks(pricer: PricedRun, axes: Mapping[str, Axis]) -> float:
+    """Return the seconds of exchanges in chunks that overlap the products between their two ways, and others beside."""
+    ways: dict[object, tuple[ChunkedExchange, ChunkedExchange]] = {}
+    beside: dict[tuple[object, bool], list[OpSeconds]] = {}
+    for begun in pricer.counted.begun:
+        if begun.chunks > 1:
+            both = list(ways.get(begun.trip, (ChunkedExchange(chunks=begun.chunks),) * 2))
+            name, spent = "back" if begun.home else "there", axes[begun.axis].seconds("all_to_all", begun.n_bytes)
+            both[begun.backward] = both[begun.backward]._replace(**{name: getattr(both[begun.backward], name) + spent})
+            ways[begun.trip] = both[0], both[1]
+            beside.setdefault((begun.trip, begun.home), pricer.windows.get(begun.passage, []))
+    seconds = 0.0
+    for trip, (forward, backward) in ways.items():
+        own = pricer.computed[trip]
+        others = [beside.get((trip, home), []) for home in (False, True)]
+        there, back = (sum(op.forward for op in window) for window in others)
+        seconds += forward.there + forward.back + own.forward + there + back
+        seconds -= forward.forward(own.forward, there, back)
+        if backward.there or backward.back:
+            products = own.total - own.forward
+            there, back = (sum(op.total - op.forward for op in window) for window in others)
+            seconds += backward.there + backward.back + products + there + back
+            seconds -= backward.backward(products, there, back)
+    return seconds
 
 
 def _stored(plan: StagePlan, graph: Graph) -> tuple[int, int, int]:

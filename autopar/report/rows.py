@@ -101,10 +101,10 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
     sizes = plan.mesh.size_of
     collectives = [
         _collective(comm.kind, axis, comm.backward, n_bytes)
-        for comm, axis, n_bytes in collectives_inside(
+        for comm, axis, n_bytes, times in collectives_inside(
             rule, *cuts_of(rule, strategy.options, plan.mesh), any(grads_of(graph, node)[1]), sizes
         )
-        for _ in range(comm.times(sizes[axis]))
+        for _ in range(times)
     ]
     steps: list[str] = []
     beside, hidden_seconds = hidden_in(graph, rules, priced, plan, i)

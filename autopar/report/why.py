@@ -9,7 +9,7 @@ from math import isinf
 
 from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.building.space import strategies
+from autopar.planner.intra_op.building.space import in_all_ways, strategies
 from autopar.planner.intra_op.plan_completion import needs
 from autopar.planner.intra_op.reshard import reshard_path
 from autopar.plans.plan import ParamChoice, StagePlan, reshard_key
@@ -67,7 +67,8 @@ def alternatives(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> list[
     owned = {k: plan.params[n.target] for k, n in graph.of_kind("param")}
     outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
     rows = []
-    for strategy in strategies(graph, node, rule, mesh):
+    every = [s for one in strategies(graph, node, rule, mesh) for s in in_all_ways(graph, node, rule, mesh, one)]
+    for strategy in every:
         decided = {**chosen, i: strategy}
         kept, parameter_seconds, stored = _params(graph, plan, priced, i, strategy, owned)
         made_as, wanted, _ = needs(graph, mesh, decided, {**owned, **kept}, plan.buffers, plan.inputs, outputs)

@@ -59,7 +59,8 @@ def axis_options(
             for i, t in enumerate(rule.inputs)
         ]
         name = f"{factor}*{block}" if block else factor
-        options.append(option(name, rule.in_as.get(factor, ins), rule.out_as.get(factor, outs)))
+        for way in ("", *rule.ways.get(factor, ())) if not block else ("",):
+            options.append(option(f"{name}{way}", rule.in_as.get(factor, ins), rule.out_as.get(factor, outs)))
     if any(out_grads) and not rule.whole_gradients:
         options.append(option(GRADIENTS_PENDING, [REPLICATED] * n_in, [REPLICATED] * n_out))
     for number, group in enumerate(rule.linear):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
 from math import prod
@@ -15,13 +15,14 @@ from autopar.rules.axis_options import Option
 from autopar.rules.function import PREFIX
 from autopar.rules.notation import Comm, Rule
 from autopar.rules.operator_call import Call
-from autopar.rules.option_names import factor_and_block
+from autopar.rules.option_names import exchange_written, factor_and_block
 from autopar.torch_private import OpOverload
 from autopar.words.load_shares import busiest, grown
 from autopar.words.meshes import Mesh
-from autopar.words.placements import Placement, State, axis_and_block, axis_text
+from autopar.words.placements import Placement, State, axis_and_block, axis_text, exchanges_along
 from autopar.words.shards import largest_shard, local_shape
 from autopar.words.trees import PyTree
+from cost_models.joined_axes import JOINED
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def cuts_of(
     """Return ``({factor: number of shards}, {factor: axes that cut it})``; axes of size 1 cut nothing.
 
     Of a factor cut into uneven blocks, the number is how often the largest shard fits into the whole, and the axes
-    name the elements of a block (``tensor*64``).
+    name the elements of a block (``tensor*64``), or how an exchange is made (``tensor/4``).
     """
     pieces: dict[str, int | Fraction] = {}
     axes: dict[str, tuple[str, ...]] = {}
@@ -89,15 +90,17 @@ def cuts_of(
                 pieces[factor] = Fraction(n, largest_shard(int(-(-n // before)), size, block))
             else:
                 pieces[factor] = before * size
-            axes[factor] = (*axes.get(factor, ()), axis_text(axis, max(block, 1)))
+            axes[factor] = (*axes.get(factor, ()), axis_text(axis, max(block, 1)) + exchange_written(option.name))
     return pieces, axes
 
 
 def collectives_inside(
     rule: Rule, pieces: Mapping[str, int | Fraction], axes: Mapping[str, tuple[str, ...]], differentiable: bool,
     sizes: Mapping[str, int],
-) -> Iterator[tuple[Comm, str, int]]:
-    """List the collectives of an op's lowering, each with its axis and the bytes of its buffer.
+) -> Iterator[tuple[Comm, str, int, int]]:
+    """List the collectives of an op's lowering, each with its axis, the bytes of its buffer, and how often it is made.
+
+    Of several axes in one exchange the names are joined (``data+tensor``).
 
     Args:
         pieces, axes: number of pieces and cutting axes of every cut factor, as :func:`cuts_of` gives them.
@@ -108,23 +111,25 @@ def collectives_inside(
     for comm in () if lowering is None else lowering.comm:
         if comm.factor in axes and (differentiable or not comm.backward):
             elements = prod(rule.size_at(f, pieces) for f in comm.over)
-            names = [axis_and_block(axis)[0] for axis in axes[comm.factor]]
-            most = _most(comm, names, axes, sizes)
-            for axis, factor in zip(names, most, strict=True):
-                ranks = sizes[axis] if comm.gathers else 1
-                yield comm, axis, int(elements * factor) * ranks * comm.item_bytes
+            exchanges = exchanges_along(axes[comm.factor])
+            ranks_of = [prod(sizes[axis] for axis in names) for names, _ in exchanges]
+            most = _most(comm, ranks_of, axes, sizes)
+            for (names, chunks), ranks, factor in zip(exchanges, ranks_of, most, strict=True):
+                made = replace(comm, chunks=chunks) if comm.when and chunks > 1 else comm
+                n_bytes = int(elements * factor) * (ranks if comm.gathers else 1) * comm.item_bytes
+                yield made, JOINED.join(names), n_bytes // made.chunks, made.times(ranks)
 
 
 def _most(
-    comm: Comm, names: Sequence[str], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
+    comm: Comm, ranks_of: Sequence[int], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
 ) -> Sequence[float]:
-    """Return the busiest rank's buffer over an equal share, on each of the axes of these names."""
+    """Return the busiest rank's buffer over an equal share, in each of the exchanges among so many ranks."""
     if not comm.load:
-        return [1.0] * len(names)
+        return [1.0] * len(ranks_of)
     if not comm.load_of:
-        return grown(comm.load, [sizes[axis] for axis in names])
+        return grown(comm.load, ranks_of)
     pieces = prod(sizes[axis_and_block(axis)[0]] for axis in axes.get(comm.load_of, ()))
-    return [busiest(comm.load, pieces)[1] * pieces] * len(names)
+    return [busiest(comm.load, pieces)[1] * pieces] * len(ranks_of)
 
 
 def _local_sizes(shape: Sequence[int], state: State, mesh: Mesh) -> list[int | ShardSize]:

@@ -67,6 +67,7 @@ class Comm:
         load_of: the factor that has the load, where it is another one.
         from_pieces: the number of pieces of the factor from which on it is made.
         gathers: the buffer is what the ranks of the axis gather, as often that of a rank as there are ranks.
+        chunks: in how many parts it is made, beside the operator's compute.
         when: ``first`` if nothing of the operator is computed before it, ``last`` if nothing is behind it, so that
             other operators may overlap it (:mod:`autopar.rules.lowering_helpers.overlapped_steps`); in a backward that
             of the forward's collective whose adjoint it is. Of several axes the last one's is first, the first one's
@@ -86,6 +87,7 @@ class Comm:
     from_pieces: int = 2
     gathers: bool = False
     when: str = ""
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVES:
@@ -95,7 +97,7 @@ class Comm:
         """Return how often it is made on an axis that cuts the factor into ``pieces``."""
         if pieces < self.from_pieces:
             return 0
-        return (pieces - 1 if self.in_ring else 1) * self.repeats
+        return (pieces - 1 if self.in_ring else 1) * self.repeats * self.chunks
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,8 @@ class Rule:
             one for each group; None if the terms of the rule say it.
         needs_some: factors of which every rank must have some: torch's kernels refuse a piece of no elements, or make
             no numbers of it. Of all others a rank may have none (6 over 4 ranks are 2, 2, 2 and 0).
+        ways: of a factor's option, what may follow its name: other ways to make the same exchange, in the same
+            placements (:func:`~autopar.words.placements.exchange_of`), ``+`` and ``/2`` of ``travel+`` and ``travel/2``.
         absent: names of options that such calls have and this one has not, and why: for whoever asks for one.
         whole_gradients: the backward need not be linear in the gradient, so no rank runs it on a term of a sum.
         in_place: it writes to a part of its first input, and moves no more than that part.
@@ -203,6 +207,7 @@ class Rule:
     units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     together: Mapping[str, frozenset[str]] = field(default_factory=dict)
     gemm: tuple[str, str, str, str] | None = None
+    ways: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
     curve: str = ""
     in_place: bool = False

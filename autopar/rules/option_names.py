@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from autopar.words.placements import REPLICATE
+from autopar.words.placements import EXCHANGE, REPLICATE
 
 WHOLE = "I"
 """The option in which everything is whole, gradients too."""
@@ -18,9 +18,19 @@ GRADIENTS_PENDING = "R"
 
 @cache
 def factor_and_block(option: str) -> tuple[str, int]:
-    """Return the factor in the name of an option and the elements of its blocks, 0 if it is cut without blocks."""
-    factor, _, block = option.partition("*")
+    """Return the factor in the name of an option and the elements of its blocks, 0 if it is cut without blocks.
+
+    How an exchange is made (:func:`exchange_written`) is left out.
+    """
+    factor, _, block = EXCHANGE.sub("", option).partition("*")
     return factor, int(block or 0)
+
+
+def exchange_written(option: str) -> str:
+    """Return what follows the factor in the name of an option, about how rows are exchanged: ``/4`` of ``travel/4``."""
+    found = EXCHANGE.search(option)
+    assert found is not None
+    return found[0]
 
 
 def as_written(option: str) -> str:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.errors import PlanError
+from autopar.plans.plan import StagePlan
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.notation import Rule
-from autopar.rules.option_names import factor_and_block
+from autopar.rules.option_names import exchange_written, factor_and_block
 from autopar.words.graph import Graph, Node
 from autopar.words.meshes import Mesh
-from autopar.words.placements import INVARIANT, REPLICATED, State
+from autopar.words.placements import INVARIANT, REPLICATED, State, exchange_of, exchanges_along
 from autopar.words.shards import lengths_of
 
 
@@ -43,6 +44,8 @@ def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
     if not rule.can_lower(cuts):
         return False
     if not _can_travel(rule, cuts):
+        return False
+    if why_not_exchanged(rule, [option.name for option in options], mesh):
         return False
     one = rule.lowering(cuts)
     if one is not None and any(len(cuts[f]) > 1 for f in one.on_one_axis & cuts.keys()):
@@ -100,6 +103,38 @@ def why_not_cut(rule: Rule, factor: str, axes: Sequence[tuple[int, int]]) -> str
     if factor in rule.needs_some and not min(lengths_of(n, before)):
         return f"has size {n}: cut over {pieces} ranks, it leaves some without any"
     return ""
+
+
+def why_not_exchanged(rule: Rule, names: Sequence[str], mesh: Mesh) -> str:
+    """Say why rows are not exchanged as the names of options, one for each axis, have it; empty if they are."""
+    if not any(exchange_written(name) for name in names):
+        return ""
+    large = [(name, axis, size) for name, (axis, size) in zip(names, mesh, strict=True) if size > 1]
+    for f in rule.ways:
+        cut = [k for k, (name, _, _) in enumerate(large) if factor_and_block(name)[0] == f]
+        pieces, chunks = prod(large[k][2] for k in cut), 1
+        for k in cut:
+            name, axis, _ = large[k]
+            joined, chunks = exchange_of(name)
+            if joined and k - 1 not in cut:
+                return f"'{name}' on axis '{axis}' goes with '{f}' on the axis before it, which has another option"
+            if chunks > 1 and k != cut[-1]:
+                return f"'{name}' on axis '{axis}': only the last exchange is made in chunks; name '{f}' there"
+        if any(exchange_written(large[k][0]) for k in cut) and rule.sizes[f] % (pieces * chunks):
+            parts = f"{pieces} ranks in {chunks} chunks" if chunks > 1 else f"{pieces} ranks in one exchange"
+            return f"'{f}' has size {rule.sizes[f]}, which does not divide over {parts}"
+    return ""
+
+
+def joined_axes(plan: StagePlan) -> list[tuple[str, ...]]:
+    """List the sets of several axes of a stage's mesh along which its operators make one exchange."""
+    found = set()
+    for names in dict.fromkeys(plan.ops.values()):
+        large = [(name, axis) for name, (axis, size) in zip(names, plan.mesh, strict=True) if size > 1]
+        for f in {factor_and_block(name)[0] for name, _ in large if exchange_written(name)}:
+            texts = [axis + exchange_written(name) for name, axis in large if factor_and_block(name)[0] == f]
+            found |= {axes for axes, _ in exchanges_along(texts) if len(axes) > 1}
+    return sorted(found)
 
 
 def grads_of(graph: Graph, node: Node) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -176,4 +211,6 @@ def strategy_in_plan(graph: Graph, node: Node, rule: Rule, names: Sequence[str],
     cut = [factor_and_block(name)[0] for name, (_, size) in zip(names, mesh, strict=True) if size > 1]
     if not rule.can_lower(cut):
         raise PlanError(f"{node.where}: {' and '.join(cut)} cannot be cut at once; cut one of them\n  rule: {rule}")
+    if why := why_not_exchanged(rule, names, mesh):
+        raise PlanError(f"{node.where}: {why}")
     return combine([options[name] for name in names])

@@ -131,15 +131,14 @@ def _inside(
     pieces, axes = cuts_of(rule, strategy.options, stage.mesh)
     differentiable, sizes = any(grads_of(graph, node)[1]), stage.mesh.size_of
     comms = [
-        (comm, axis, n_bytes, priced.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis]))
-        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable, sizes)
+        (comm, axis, n_bytes * times, priced.axes[axis].seconds(comm.kind, n_bytes) * times)
+        for comm, axis, n_bytes, times in collectives_inside(rule, pieces, axes, differentiable, sizes)
     ]
     alone = sum(seconds for *_, seconds in comms)
     if not alone:
         return
     shown = priced.op(graph, node, rule, strategy)[1] / alone
-    for comm, axis, n_bytes, seconds in comms:
-        moved = n_bytes * comm.times(sizes[axis])
+    for comm, axis, moved, seconds in comms:
         tally.collective(comm.kind, axis, seconds * shown, moved, comm.backward, stage.microbatches)
 
 
@@ -155,7 +154,9 @@ def _beside_others(
     assert rule is not None
     differentiable, sizes = any(grads_of(graph, graph.nodes[i])[1]), stage.mesh.size_of
     inside = collectives_inside(rule, *cuts_of(rule, strategy.options, stage.mesh), differentiable, sizes)
-    may_hide = [(comm, axis, priced.axes[axis].seconds(comm.kind, n)) for comm, axis, n in inside if comm.when]
+    may_hide = [
+        (comm, axis, times * priced.axes[axis].seconds(comm.kind, n)) for comm, axis, n, times in inside if comm.when
+    ]
     for backward, seconds in ((False, less.forward), (True, 0.0 if again else less.backward)):
         of_pass = [(comm, axis, spent) for comm, axis, spent in may_hide if comm.backward == backward]
         alone = sum(spent for *_, spent in of_pass)
@@ -200,8 +201,8 @@ def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, ch
             tally.seconds[AGAIN] += compute
             pieces, axes = cuts_of(rule, chosen[i].options, stage.mesh)
             comms = list(collectives_inside(rule, pieces, axes, False, stage.mesh.size_of))
-            for comm, axis, n_bytes in comms:
-                moved = n_bytes * comm.times(stage.mesh.size_of[axis])
+            for comm, axis, n_bytes, times in comms:
+                moved = n_bytes * times
                 tally.collective(comm.kind, axis, inside / len(comms), moved, True, stage.microbatches)
         steps += segment.steps if segment.active else ()
     for ref, src, dst in steps:

@@ -7,7 +7,7 @@ makes tensors of sizes that the host knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,136 +17,236 @@ from torch.distributed import ProcessGroup
 
 from autopar.rules.lowering_helpers.local_shard import n_shards
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, Begun, in_trial
-from autopar.torch_private import FakeTensor, LocalIntNode, LocalTensor, functional_collectives, group_of_axis
+from autopar.rules.lowering_helpers.joined_axes import group_along
+from autopar.torch_private import FakeTensor, LocalIntNode, LocalTensor, functional_collectives
 from autopar.words.trees import Context
+from cost_models.joined_axes import JOINED
 
 
 class Trip:
-    """One axis that rows travel along.
+    """An exchange of rows between the ranks of one axis, or of several neighbouring ones as if they were one.
+
+    Rows go in chunks, one for each of several equal parts of a rank's experts, so that the products of one chunk are
+    computed while others are on their way. An expert has all of its rows in one chunk, in the same order as without.
 
     Args:
         expert: int [rows], to which expert each row goes; rows below 0, or of ``n_experts`` and above, stay where they
             are, and what comes back for them is zero.
-        n_experts: how many experts the ranks of the axis have together: each has as many, in order, but for the last
-            ones, which have fewer or none where the ranks do not divide them.
-        axis: the axis of the ambient mesh.
-        busiest: for tensors without values: the number on the axis of the rank that gets most rows, and the share of
-            rows that each gets; None if all get as many.
+        n_experts: how many experts the ranks have together: each has as many, in order, but for the last ones, which
+            have fewer or none where the ranks do not divide them.
+        axes: axes of the ambient mesh, the last one fastest.
+        chunks: 1, or a divisor of the experts of each rank.
+        busiest: for tensors without values: the number among the ranks of the one that gets most rows, and the share
+            of rows that each gets; None if all get as many.
     """
 
     def __init__(
-        self, expert: torch.Tensor, n_experts: int, axis: str, busiest: tuple[int, Sequence[float]] | None = None
-    ) -> None:
-        self.n_rows, self.axis, ranks = expert.shape[0], axis, n_shards([axis])
-        self.group = None if in_trial() else group_of_axis(axis)  # the backward knows no mesh
+        self, expert: torch.Tensor, n_experts: int, axes: Sequence[str], chunks: int = 1,
+        busiest: tuple[int, Sequence[float]] | None = None,
+    ) -> None:  # fmt: skip
+        ranks = n_shards(axes)
+        self.n_rows, self.axis = expert.shape[0], JOINED.join(axes)
+        self.group = None if in_trial() else group_along(axes)  # the backward knows no mesh
         self.of_each = -(-n_experts // ranks)
         """The experts of a rank that has most experts."""
-        key = torch.where((expert >= 0) & (expert < n_experts), expert, n_experts)
-        in_order, order = torch.sort(key, stable=True)
+        self.of_chunk = self.of_each // chunks
+        in_order, order = torch.sort(self._key(expert, n_experts, ranks), stable=True)
         numbers = torch.arange(n_experts + 1, device=expert.device)
         begins = torch.searchsorted(in_order, numbers)
         leaving = begins[1:] - begins[:-1]  # rows for each expert, none for those that the last ranks lack
         if self.of_each * ranks > n_experts:
             leaving = torch.nn.functional.pad(leaving, (0, self.of_each * ranks - n_experts))
-        arriving = exchanged(leaving, None, None, self.group)  # for each expert here, from one rank after the other
-        by_rank = torch.stack([each.view(ranks, self.of_each).sum(1) for each in (leaving, arriving)])
-        self.sends, self.receives = _on_host(by_rank, self.n_rows, busiest)
-        n_sent, self.n_received = sum(self.sends[1:], self.sends[0]), sum(self.receives[1:], self.receives[0])
-        self.order = order.narrow(0, 0, n_sent)
-        mine = numbers[: self.of_each].repeat(ranks)
-        size = {"output_size": self.n_received} if isinstance(self.n_received, int) else {}
-        if in_trial():  # nothing has arrived that says how often each expert stands there: all alike
-            self.expert = mine.index_select(0, torch.arange(self.n_received, device=expert.device) % mine.shape[0])
-        else:
-            self.expert = torch.repeat_interleave(mine, arriving, **size)
-        """int [received rows]: which of this rank's experts each row that arrives goes to."""
+        leaving = leaving.view(chunks, ranks, self.of_chunk)
+        arriving = exchanged(leaving.transpose(0, 1).flatten(), None, None, self.group)
+        arriving = arriving.view(ranks, chunks, self.of_chunk).transpose(0, 1)
+        by_rank = torch.stack([each.sum(2) for each in (leaving, arriving)])
+        sends, receives = _on_host(by_rank, self.n_rows, busiest)
+        mine = numbers[: self.of_chunk].repeat(ranks)
+        self.chunks = [
+            Chunk(self, number, *way, _arrived_experts(mine, of_chunk.flatten(), _total(way[1])))
+            for number, (*way, of_chunk) in enumerate(zip(sends, receives, arriving, strict=True))
+        ]
+        self.order = order.narrow(0, 0, _total([chunk.n_sent for chunk in self.chunks]))
 
-    def there(self, rows: torch.Tensor) -> Passage:
-        """Send this rank's rows [rows ...] to the ranks that need them; [received rows ...] arrive here."""
-        return Passage(self, rows, home=False)
+    def _key(self, expert: torch.Tensor, n_experts: int, ranks: int) -> torch.Tensor:
+        """Return the number by which rows are sorted: chunk by chunk, in each rank by rank, expert by expert."""
+        key = torch.where((expert >= 0) & (expert < n_experts), expert, n_experts)
+        if self.of_chunk == self.of_each:
+            return key
+        rank, own = key // self.of_each, key % self.of_each
+        in_chunks = (own // self.of_chunk * ranks + rank) * self.of_chunk + own % self.of_chunk
+        return torch.where(key < n_experts, in_chunks, n_experts)
+
+    def there(self, rows: Mapping[int, torch.Tensor]) -> list[dict[int, Passage]]:
+        """Send this rank's rows [rows ...] to the ranks that need them, each chunk of all tensors before the next one.
+
+        [received rows ...] arrive here.
+        """
+        taken = {k: _taken(x, self) for k, x in rows.items()}
+        return [{k: Passage(chunk, x[chunk.number], home=False) for k, x in taken.items()} for chunk in self.chunks]
+
+    def placed(self, came: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Put the rows that came home, of every chunk [sent rows ...], in their original order: [rows ...]."""
+        return _Placed.apply(self.order, self, *came)  # type: ignore[no-any-return]
+
+
+class Chunk:
+    """What goes at once: the rows of one part of every rank's experts.
+
+    Args:
+        sends, receives: how many rows go to each rank, and come from it.
+        expert: int [received rows]: which of this chunk's experts on this rank each row that arrives goes to.
+    """
+
+    def __init__(
+        self, trip: Trip, number: int, sends: Sequence[Any], receives: Sequence[Any], expert: torch.Tensor
+    ) -> None:
+        self.trip, self.number, self.expert = trip, number, expert
+        self.sends, self.receives, self.n_sent = sends, receives, _total(sends)
 
     def back(self, rows: torch.Tensor) -> Passage:
-        """Send the results of received rows, [received rows ...], back to their ranks: [rows ...]."""
+        """Send the results of received rows, [received rows ...], back to their ranks: [sent rows ...]."""
         return Passage(self, rows, home=True)
 
 
 class Passage:
-    """Rows in transit between ranks: all that a rank has of a tensor.
+    """Rows of a chunk in transit between ranks.
 
     What is computed before :meth:`arrived` is called overlaps the collective. The backward mirrors this: gradients
     are sent where the forward waited, and waited for where it sent.
 
     Args:
-        trip: along its axis.
-        rows: this rank's, [rows ...], or where they go home those that had arrived, [received rows ...].
+        chunk: of which it has the rows of one tensor.
+        rows: [sent rows ...], or where they go home [received rows ...].
         home: whether they go back.
 
     Attributes:
         waits_for: gives what arrives, of the forward or the backward that is under way; None if none is.
     """
 
-    def __init__(self, trip: Trip, rows: torch.Tensor, home: bool) -> None:
-        self.trip, self.home, self.key = trip, home, object()
+    def __init__(self, chunk: Chunk, rows: torch.Tensor, home: bool) -> None:
+        self.chunk, self.home = chunk, home
         self.waits_for: Callable[[], torch.Tensor] | None = None
-        self._set_out: torch.Tensor | None = _SetOut.apply(rows, trip.order, self)
+        self._set_out: torch.Tensor | None = _SetOut.apply(rows, self)
         """[0]: its gradient stands for that of what is on its way."""
 
     def arrived(self) -> torch.Tensor:
-        """Return the rows that arrived: [received rows ...], or on the way home [rows ...]."""
+        """Return the rows that arrived: [received rows ...], or on the way home [sent rows ...]."""
         on_its_way, self._set_out = self._set_out, None  # which has this in its autograd graph
-        return _Arrived.apply(on_its_way, self.trip.order, self)  # type: ignore[no-any-return]
+        return _Arrived.apply(on_its_way, self)  # type: ignore[no-any-return]
 
-    def send(self, rows: torch.Tensor, order: torch.Tensor, home: bool, backward: bool) -> None:
+    def send(self, rows: torch.Tensor, home: bool, backward: bool) -> None:
         """Begin the collective."""
-        trip = self.trip
-        ways = (trip.receives, trip.sends) if home else (trip.sends, trip.receives)
-        rows = rows.contiguous() if home else rows.index_select(0, order)
-        self.waits_for = set_out(rows, *ways, trip.group)
+        chunk = self.chunk
+        ways = (chunk.receives, chunk.sends) if home else (chunk.sends, chunk.receives)
+        self.waits_for = set_out(rows.contiguous(), *ways, chunk.trip.group)
         counted = COUNTED.get()
         if counted is not None:
-            most = max(rows.shape[0], sum(ways[1][1:], ways[1][0]))
+            most = max(rows.shape[0], _total(ways[1]))
             row_bytes = rows.numel() // max(1, rows.shape[0]) * rows.element_size()
-            counted.begun.append(Begun(self.key, trip.axis, most * row_bytes, backward))
-            counted.under_way.add(self.key)
+            trip, n_bytes = chunk.trip, most * row_bytes
+            counted.begun.append(Begun(self, trip.axis, n_bytes, backward, trip, len(trip.chunks), self.home))
+            counted.under_way.add(self)
 
-    def wait(self, order: torch.Tensor, home: bool) -> torch.Tensor:
-        """Wait for the rows that arrive; on the way home, put them in their original order."""
+    def wait(self) -> torch.Tensor:
+        """Wait for the rows that arrive."""
         assert self.waits_for is not None
         came, self.waits_for = self.waits_for(), None
         counted = COUNTED.get()
         if counted is not None:
-            counted.under_way.discard(self.key)
-        if not home:
-            return came
-        shape, n = (self.trip.n_rows, *came.shape[1:]), order.shape[0]
-        all_travelled = isinstance(n, int) and n == self.trip.n_rows
-        return (came.new_empty(shape) if all_travelled else came.new_zeros(shape)).index_copy_(0, order, came)
+            counted.under_way.discard(self)
+        return came
 
 
 class _SetOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, rows: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
-        ctx.save_for_backward(order)
+    def forward(ctx: Context, rows: torch.Tensor, passage: Passage) -> torch.Tensor:
         ctx.passage = passage
-        passage.send(rows, order, passage.home, backward=False)
+        passage.send(rows, passage.home, backward=False)
         return rows.new_empty(0)
 
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> Any:
-        return ctx.passage.wait(*ctx.saved_tensors, not ctx.passage.home), None, None
+        return ctx.passage.wait(), None
 
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, on_its_way: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
-        ctx.save_for_backward(order)
+    def forward(ctx: Context, on_its_way: torch.Tensor, passage: Passage) -> torch.Tensor:
         ctx.passage = passage
-        return passage.wait(order, passage.home)
+        return passage.wait()
 
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> Any:
-        ctx.passage.send(grads[0], *ctx.saved_tensors, not ctx.passage.home, backward=True)
-        return grads[0].new_empty(0), None, None
+        ctx.passage.send(grads[0], not ctx.passage.home, backward=True)
+        return grads[0].new_empty(0), None
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, rows: torch.Tensor, order: torch.Tensor, trip: Trip) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(order)
+        ctx.trip = trip
+        return tuple(_pieces(rows.index_select(0, order), trip))
+
+    @staticmethod
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
+        return _in_place(grads, *ctx.saved_tensors, ctx.trip), None, None
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, order: torch.Tensor, trip: Trip, *came: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.trip = trip
+        return _in_place(came, order, trip)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: torch.Tensor) -> Any:
+        [order] = ctx.saved_tensors
+        return None, None, *_pieces(grads[0].index_select(0, order), ctx.trip)
+
+
+def _taken(rows: torch.Tensor, trip: Trip) -> tuple[torch.Tensor, ...]:
+    return _Taken.apply(rows, trip.order, trip)  # type: ignore[no-any-return]
+
+
+def _pieces(rows: torch.Tensor, trip: Trip) -> list[torch.Tensor]:
+    """Cut the rows that leave, [sent rows ...], into chunks."""
+    pieces, begin = [], 0
+    for chunk in trip.chunks:
+        pieces.append(rows if len(trip.chunks) == 1 else rows.narrow(0, begin, chunk.n_sent))
+        begin = begin + chunk.n_sent
+    return pieces
+
+
+def _in_place(pieces: Sequence[torch.Tensor], order: torch.Tensor, trip: Trip) -> torch.Tensor:
+    """Invert taking rows in an order, and cutting them; rows that did not leave are zero."""
+    first, n = pieces[0], order.shape[0]
+    shape = (trip.n_rows, *first.shape[1:])
+    whole = first.new_empty(shape) if isinstance(n, int) and n == trip.n_rows else first.new_zeros(shape)
+    for to, piece in zip(_pieces(order, trip), pieces, strict=True):
+        whole.index_copy_(0, to, piece)
+    return whole
+
+
+def _total(numbers: Sequence[Any]) -> Any:
+    """Return a sum of numbers, which may be one for each simulated rank."""
+    return sum(numbers[1:], numbers[0])
+
+
+def _arrived_experts(mine: torch.Tensor, arriving: torch.Tensor, n_received: Any) -> torch.Tensor:
+    """Return the expert of each row that arrives.
+
+    Args:
+        mine: int [n], experts in the order in which rows arrive.
+        arriving: int [n], how many rows each of these stands for.
+        n_received: their sum.
+    """
+    if in_trial():  # nothing has arrived that says how often each expert stands there: all alike
+        return mine.index_select(0, torch.arange(n_received, device=mine.device) % mine.shape[0])
+    size = {"output_size": n_received} if isinstance(n_received, int) else {}
+    return torch.repeat_interleave(mine, arriving, **size)
 
 
 def exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: ProcessGroup | None) -> torch.Tensor:
@@ -157,7 +257,7 @@ def exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: ProcessGroup
 def set_out(rows: torch.Tensor, sends: Any, receives: Any, group: ProcessGroup | None) -> Callable[[], torch.Tensor]:
     """Start the exchange of :func:`exchanged`; the function that is returned waits for what arrives."""
     if group is None:
-        nothing = rows.new_empty(len(rows) if receives is None else sum(receives[1:], receives[0]), *rows.shape[1:])
+        nothing = rows.new_empty(len(rows) if receives is None else _total(receives), *rows.shape[1:])
         return lambda: nothing
     arriving = functional_collectives.all_to_all_single(rows, receives, sends, group)
     if isinstance(arriving, functional_collectives.AsyncCollectiveTensor):
@@ -167,28 +267,37 @@ def set_out(rows: torch.Tensor, sends: Any, receives: Any, group: ProcessGroup |
 
 def _on_host(
     by_rank: torch.Tensor, n_rows: Any, busiest: tuple[int, Sequence[float]] | None
-) -> Sequence[Sequence[Any]]:
-    """Return the numbers of a tensor int [2 ranks]: how many rows go to each rank, and come from each.
+) -> Sequence[Sequence[Sequence[Any]]]:
+    """Return the numbers of a tensor int [2 chunks ranks]: how many rows go to each rank, and come from each.
 
-    Tensors without values have rows that spread over all ranks alike, or by the load. In a process that simulates
-    many ranks every number is one for each of them.
+    Tensors without values have rows that spread over all ranks and chunks alike, or over ranks by the load. In a
+    process that simulates many ranks every number is one for each of them.
     """
+    _, chunks, ranks = by_rank.shape
     if in_trial() or isinstance(by_rank, FakeTensor):
-        ranks = by_rank.shape[1]
         if busiest is not None and isinstance(n_rows, int):
             here, shares = busiest
             ends = [round(n_rows * share) for share in accumulate(shares)]
-            sends = [end - begin for begin, end in pairwise([0, *ends])]
-            return sends, [sends[here]] * ranks
-        even = [n_rows // ranks + (k < n_rows % ranks) for k in range(ranks)]
+            sends = [_evenly(end - begin, chunks) for begin, end in pairwise([0, *ends])]
+            of_chunks = list(zip(*sends, strict=True))
+            return of_chunks, [[of_chunk[here]] * ranks for of_chunk in of_chunks]
+        even = [_evenly(n, ranks) for n in _evenly(n_rows, chunks)]
         return even, even
     if isinstance(by_rank, LocalTensor):
         of_ranks = {rank: x.tolist() for rank, x in by_rank._local_tensors.items()}
         return [
-            [torch.SymInt(LocalIntNode({r: of[way][k] for r, of in of_ranks.items()})) for k in range(by_rank.shape[1])]
+            [
+                [torch.SymInt(LocalIntNode({r: of[way][c][k] for r, of in of_ranks.items()})) for k in range(ranks)]
+                for c in range(chunks)
+            ]
             for way in range(2)
         ]
     return by_rank.tolist()  # type: ignore[no-any-return]
+
+
+def _evenly(n: Any, parts: int) -> list[Any]:
+    """Deal n rows to parts that have as many, or one more."""
+    return [n // parts + (k < n % parts) for k in range(parts)]
 
 
 def untyped(like: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:

@@ -40,8 +40,9 @@ from autopar.rules.notation import CallPart, Comm, Lowering, Parts, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 from autopar.words.load_shares import path_to_busiest
-from autopar.words.placements import PENDING, REPLICATED, Placement, shard
+from autopar.words.placements import PENDING, REPLICATED, Placement, exchanges_along, shard
 from autopar.words.trees import PyTree
+from cost_models.joined_axes import JOINED
 
 BLOCK = "autopar.expert_block.default"
 
@@ -113,17 +114,15 @@ class Travelling:
     """A block whose rows are on their way, to their experts or back.
 
     Attributes:
-        expert: int [received rows], of this rank's experts, behind the last trip.
         multiplied: for the type checker, tensors of which the result is a product (:func:`_multiplied`).
-        trips: one for each axis, in order.
-        under_way: on the last axis, tensors of rows by their number among those of the block, and in the end the result
-            on the first axis.
+        trips: one for each exchange, in order.
+        under_way: for each chunk of the last one, tensors of rows by their number among those of the block; in the end,
+            for each chunk of the first one, the result.
     """
 
-    expert: torch.Tensor
     multiplied: list[torch.Tensor]
     trips: list[Trip]
-    under_way: dict[int, Passage]
+    under_way: list[dict[int, Passage]]
 
 
 def travelling_in_parts(n_experts: int, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Parts:
@@ -156,40 +155,59 @@ def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut
         n_experts: the number of experts of all ranks.
     """
     tensors = {k: x for k, x in enumerate(rows) if x is not None}
-    travelling = Travelling(expert, _multiplied(tensors.values()), [], {})
+    travelling = Travelling(_multiplied(tensors.values()), [], [])
     with _untyped():
-        axes = axes_of(cut, TRAVEL)
-        way = path_to_busiest(load, [n_shards([axis]) for axis in axes]) if load else [None] * len(axes)
-        for axis, part_of_way in zip(axes, way, strict=True):
-            tensors |= {k: passage.arrived() for k, passage in travelling.under_way.items()}
-            trip = Trip(travelling.expert, n_experts, axis, part_of_way)
-            travelling.under_way = {k: trip.there(x) for k, x in tensors.items()}
-            travelling.expert, n_experts = trip.expert, trip.of_each
+        exchanges = exchanges_along(cut[TRAVEL])
+        sizes = [n_shards(axes) for axes, _ in exchanges]
+        way = path_to_busiest(load, sizes) if load else [None] * len(exchanges)
+        for (axes, chunks), part_of_way in zip(exchanges, way, strict=True):
+            for passages in travelling.under_way:  # of the exchange before, which is made at once
+                tensors |= {k: passage.arrived() for k, passage in passages.items()}
+                [expert] = [chunk.expert for chunk in travelling.trips[-1].chunks]
+            trip = Trip(expert, n_experts, axes, chunks, part_of_way)
+            travelling.under_way = trip.there(tensors)
+            n_experts = trip.of_each
             travelling.trips.append(trip)
     return travelling
 
 
 def rows_computed(travelling: Travelling, others: Sequence[Any], body: str, *, cut: Cuts) -> Travelling:
-    """Compute the rows that have arrived by their experts, and send the results.
+    """Compute the rows that have arrived by their experts, chunk by chunk, and send the results.
 
     Args:
         others: the block's tensors that are no rows, None in the places of those.
     """
     multiplied = [*travelling.multiplied, *_multiplied([x for x in others if x is not None])]
     with _untyped():
-        arrived = {k: passage.arrived() for k, passage in travelling.under_way.items()}
-        given = [arrived[k] if x is None else x for k, x in enumerate(others)]
-        made = computed([*given, travelling.expert], body_of(body), _axis_of_features(cut))
-        *inner, first_trip = reversed(travelling.trips)
-        for trip in inner:
-            made = trip.back(made).arrived()
-        return Travelling(travelling.expert, multiplied, travelling.trips, {0: first_trip.back(made)})
+        *before, last = travelling.trips
+        of_chunks = _by_chunk(others, body_of(body).roles, last)
+        home = []
+        for chunk, passages, given in zip(last.chunks, travelling.under_way, of_chunks, strict=True):
+            arrived = {k: passage.arrived() for k, passage in passages.items()}
+            tensors = [arrived[k] if x is None else x for k, x in enumerate(given)]
+            home.append(chunk.back(computed([*tensors, chunk.expert], body_of(body), _axis_of_features(cut))))
+        later = last
+        for trip in reversed(before):
+            made = later.placed([passage.arrived() for passage in home])
+            home, later = [trip.chunks[0].back(made)], trip
+        return Travelling(multiplied, travelling.trips, [{0: passage} for passage in home])
+
+
+def _by_chunk(others: Sequence[Any], roles: Sequence[str], trip: Trip) -> list[list[Any]]:
+    """Return for each chunk of an exchange what its experts have of tensors that are no rows."""
+    n = len(trip.chunks)
+    if n == 1:
+        return [list(others)]
+    parts = [
+        x.split(trip.of_chunk) if role == EXPERT else [x] * n for x, role in zip(others, roles, strict=True)
+    ]  # fmt: skip
+    return [list(of_chunk) for of_chunk in zip(*parts, strict=True)]
 
 
 def rows_return(travelling: Travelling, *, cut: Cuts) -> torch.Tensor:
     """Return the results of the rows to where the rows came from: the block's result."""
     with _untyped():
-        made = travelling.under_way[0].arrived()
+        made = travelling.trips[0].placed([passages[0].arrived() for passages in travelling.under_way])
     if not spmd.is_type_checking():
         return made
     return pending(untyped(travelling.multiplied, made), axes_of(cut, FFN))
@@ -201,6 +219,18 @@ def _untyped() -> AbstractContextManager[Any]:
 
 
 TRAVEL, FFN, COLUMNS = "travel", "ffn", "columns"
+CHUNKS = (2, 4, 8)
+"""Numbers of chunks in which rows may travel."""
+
+
+def ways_to_travel(n_experts: int) -> tuple[str, ...]:
+    """Return what may follow ``travel`` in the name of an option.
+
+    ``+`` makes one exchange of that along the axis before and this one; ``/4`` makes it in four chunks, each of equally
+    many experts of a rank.
+    """
+    chunks = [f"/{n}" for n in CHUNKS if not n_experts % n and n < n_experts]
+    return (*chunks, JOINED, *(f"{JOINED}{of}" for of in chunks))
 
 
 _SAMPLE = Body(
@@ -286,6 +316,7 @@ def expert_block(call: Call) -> Rule:
     flops = sum(2.0 * call.out.shape[0] * k * n for _, k, n in matrices)
     return replace(
         made, flops=flops / max(1, prod(made.sizes.values())), together=together, in_as=states,
+        ways={TRAVEL: ways_to_travel(experts)},
         out_as={} if features is None else {FFN: (PENDING,)},
         gemm=("s", f"f{weight}1" if features is None else COLUMNS, f"f{weight}0", "e"),
         lowerings=(

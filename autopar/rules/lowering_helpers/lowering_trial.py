@@ -55,12 +55,17 @@ class Begun(NamedTuple):
 
     Attributes:
         passage: one object for that of the forward and that of its backward.
+        trip: one object for all of an exchange there and back, in its chunks; ``chunks``: their number.
+        home: the forward's is on the way back.
     """
 
     passage: object
     axis: str
     n_bytes: int
     backward: bool
+    trip: object = None
+    chunks: int = 1
+    home: bool = False
 
 
 class Counted:

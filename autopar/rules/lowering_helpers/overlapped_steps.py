@@ -53,7 +53,7 @@ def lowering_in_parts(rule: Rule, strategy: Strategy, mesh: Mesh) -> Lowering | 
     if lowering is None or lowering.in_parts is None:
         return None
     inside = collectives_inside(rule, pieces, axes, False, mesh.size_of)
-    return lowering if any(comm.when for comm, _, _ in inside) else None
+    return lowering if any(comm.when for comm, *_ in inside) else None
 
 
 def beside(

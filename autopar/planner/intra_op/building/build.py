@@ -24,7 +24,7 @@ from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import Item, OnlyWith, Problem, Tensor
 from autopar.planner.intra_op.building.overlap_terms import copy_overlaps, overlaps, parameter_overlaps
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.building.space import strategies
+from autopar.planner.intra_op.building.space import in_all_ways, strategies
 from autopar.planner.intra_op.kept_state import storage_options
 from autopar.planner.intra_op.memory.kept import KeptBytes, StrategyRows
 from autopar.planner.intra_op.memory.ledger import Ledger
@@ -398,9 +398,8 @@ class Builder:
             key = (id(rule), node.needs_grad, tuple(graph.nodes[r.node].needs_grad for r in node.refs))
             if key not in cache:
                 cache[key] = strategies(graph, node, rule, self.pricer.mesh)
-            usable = every = cache[key]
-            if self.allowed is not None:
-                usable = [s for s in every if self.allowed(node, s)]
+            every = cache[key]
+            usable = [s for s in (self._quickest(node, rule, s) for s in every) if s is not None]
             if len(usable) < len(every):
                 pinned.add(i)
             if rule.kind in ("pointwise", "reduce") and i in self.graph.from_inputs:
@@ -423,6 +422,15 @@ class Builder:
             chain_of[i] = len(chains)
             chains.append(Chain([i], [(s,) for s in usable], seconds, n_bytes))
         return chains, chain_of
+
+    def _quickest(self, node: Node, rule: Rule, strategy: Strategy) -> Strategy | None:
+        """Return the quickest of the ways to make the exchanges of a strategy that pins allow; None if there is none."""
+        ways = in_all_ways(self.graph, node, rule, self.pricer.mesh, strategy)
+        if self.allowed is not None:
+            ways = [s for s in ways if self.allowed(node, s)]
+        if len(ways) < 2:
+            return ways[0] if ways else None
+        return min(ways, key=lambda s: sum(self.pricer.op(self.graph, node, rule, s)))
 
     def _leader(
         self, i: int, node: Node, rule: Rule, groups: dict[int, list[ReadAlike]], counts: Mapping[int, int],

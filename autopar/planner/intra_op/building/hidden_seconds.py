@@ -75,17 +75,33 @@ def hidden_of(
     """Return what is hidden of the collectives of one operator."""
     rule = rules[overlap.op]
     assert rule is not None
-    waits = pricer.waits(graph, graph.nodes[overlap.op], rule, chosen[overlap.op])
+    node, strategy = graph.nodes[overlap.op], chosen[overlap.op]
+    first, last = (_computed(graph, rules, pricer, chosen, others) for others in (overlap.first, overlap.last))
+    forth, back = pricer.chunked(graph, node, rule, strategy)
+    if forth.chunks > 1:
+        own = pricer.compute(graph, node, rule, strategy)
+        behind = own.total - own.forward
+        return Hidden(
+            forth.forward(own.forward) + first.forward + last.forward
+            - forth.forward(own.forward, first.forward, last.forward),
+            back.backward(behind) + first.backward + last.backward - back.backward(behind, first.backward, last.backward),
+            back.backward(behind) + first.split + last.split - back.backward(behind, first.split, last.split),
+        )
+    waits, total = pricer.waits(graph, node, rule, strategy), Hidden()
+    for when, beside_it in (("first", first), ("last", last)):
+        total += Hidden(*map(min, (waits[when][0], waits[when][1], waits[when][1]), beside_it))
+    return total
+
+
+def _computed(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], others: Sequence[int]
+) -> Hidden:
+    """Return the seconds that operators compute, which may be hidden."""
     total = Hidden()
-    for when, others in (("first", overlap.first), ("last", overlap.last)):
-        forward = backward = split = 0.0
-        for k in others:
-            rule_there = rules[k]
-            assert rule_there is not None
-            spent = pricer.compute(graph, graph.nodes[k], rule_there, chosen[k])
-            forward += spent.forward
-            backward += spent.total - spent.forward
-            split += spent.total - spent.forward - spent.weights
-        there, back = waits[when]
-        total += Hidden(min(there, forward), min(back, backward), min(back, split))
+    for k in others:
+        rule = rules[k]
+        assert rule is not None
+        spent = pricer.compute(graph, graph.nodes[k], rule, chosen[k])
+        behind = spent.total - spent.forward
+        total += Hidden(spent.forward, behind, behind - spent.weights)
     return total

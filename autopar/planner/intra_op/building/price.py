@@ -29,12 +29,14 @@ from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
 from autopar.words.graph import Graph, Node, Spec
 from autopar.words.meshes import Mesh
-from autopar.words.placements import State, changed_axis, step_collectives
+from autopar.words.placements import State, changed_axis, exchanges_along, step_collectives
 from autopar.words.shards import elements_moved, local_shape
+from cost_models.chunked_exchange import ChunkedExchange
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
 from cost_models.host_link import HostCopies, copies_of
 from cost_models.matrix_steps import iteration_seconds
 from cost_models.optimizer_bytes import MUON
+from cost_models.joined_axes import JOINED, JoinableAxes
 from cost_models.parameter_overlap import HIDES_NOTHING, TENSOR, Shares, shares_of, tensor_exposed
 from hardware_profiles import Cluster, Device
 from hardware_profiles.measurements import op_key, tensor_text
@@ -210,11 +212,17 @@ class Pricer:
         pieces, axes = cuts_of(rule, strategy.options, self.mesh)
         differentiable, sizes = any(grads_of(graph, node)[1]), self.mesh.size_of
         seconds = {"first": (0.0, 0.0), "last": (0.0, 0.0)}
-        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable, sizes):
-            if comm.when and axis == axes[comm.factor][-1 if comm.when == "first" else 0]:
-                spent = self.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis])
+        ends = {f: [JOINED.join(names) for names, _ in exchanges_along(of_factor)] for f, of_factor in axes.items()}
+        for comm, axis, n_bytes, times in collectives_inside(rule, pieces, axes, differentiable, sizes):
+            if comm.when and axis == ends[comm.factor][-1 if comm.when == "first" else 0]:
+                spent = self.axes[axis].seconds(comm.kind, n_bytes) * times
                 there, back = seconds[comm.when]
                 seconds[comm.when] = (there, back + spent) if comm.backward else (there + spent, back)
+        forward, backward = self.chunked(graph, node, rule, strategy)
+        if forward.chunks > 1:
+            compute = self.compute(graph, node, rule, strategy)
+            there, back = forward.waits(compute.forward), backward.waits_back(compute.total - compute.forward)
+            seconds = {"first": (there[0], back[0]), "last": (there[1], back[1])}
         return seconds
 
     @cached_property
@@ -228,6 +236,33 @@ class Pricer:
             knows = self.costs.stage(lambda: StageWork((), (), 0, 1, MUON)) is not None
             self._iterations[shape] = iteration_seconds(self.costs, self.device, shape) if knows else 0.0
         return self._iterations[shape]
+    def chunked(
+        self, graph: Graph, node: Node, rule: Rule, strategy: Strategy
+    ) -> tuple[ChunkedExchange, ChunkedExchange]:
+        """Return the exchanges of an op that are made in chunks, of the forward and of the backward."""
+        pieces, axes = cuts_of(rule, strategy.options, self.mesh)
+        return self._chunked(rule, pieces, axes, any(grads_of(graph, node)[1]))[1]
+
+    def _chunked(
+        self, rule: Rule, pieces: Mapping[str, int | Fraction], axes: Mapping[str, tuple[str, ...]],
+        differentiable: bool,
+    ) -> tuple[float, tuple[ChunkedExchange, ChunkedExchange]]:  # fmt: skip
+        """Return the seconds of the collectives of an op that are waited for, and the exchanges in chunks."""
+        blocking, passes = 0.0, [ChunkedExchange(), ChunkedExchange()]
+        for comm, axis, n_bytes, times in collectives_inside(rule, pieces, axes, differentiable, self.mesh.size_of):
+            if comm.overlaps:
+                continue
+            seconds, now = self.axes[axis].seconds(comm.kind, n_bytes) * times, passes[comm.backward]
+            if comm.chunks > 1 and comm.when == "first":
+                now = now._replace(there=now.there + seconds, chunks=comm.chunks)
+            elif comm.chunks > 1:
+                now = now._replace(back=now.back + seconds, chunks=comm.chunks)
+            elif comm.when == "last" and exchanges_along(axes[comm.factor])[-1][1] > 1:
+                now = now._replace(beyond=now.beyond + seconds)
+            else:
+                blocking += seconds
+            passes[comm.backward] = now
+        return blocking, (passes[0], passes[1])
 
     def parameter_step(
         self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str, cast_bytes: float = 0.0
@@ -271,16 +306,18 @@ class Pricer:
         differentiable: bool,
     ) -> float:  # fmt: skip
         """Return the seconds of an op's collectives that ``compute``, the seconds of its computation, does not hide."""
-        sizes, blocking, beside = self.mesh.size_of, 0.0, {False: 0.0, True: 0.0}
-        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable, sizes):
-            seconds = self.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis])
+        beside = {False: 0.0, True: 0.0}
+        for comm, axis, n_bytes, times in collectives_inside(rule, pieces, axes, differentiable, self.mesh.size_of):
             if comm.overlaps:
-                beside[comm.backward] += seconds
-            else:
-                blocking += seconds
+                beside[comm.backward] += self.axes[axis].seconds(comm.kind, n_bytes) * times
+        blocking, chunked = self._chunked(rule, pieces, axes, differentiable)
+        backward = compute.total - compute.forward if differentiable else 0.0
+        if chunked[0].chunks > 1:
+            blocking += chunked[0].forward(compute.forward) - compute.forward
+        if chunked[1].chunks > 1:
+            blocking += chunked[1].backward(backward) - backward
         if not any(beside.values()):
             return blocking
-        backward = compute.total - compute.forward if differentiable else 0.0
         return blocking + max(0.0, beside[False] - compute.forward) + max(0.0, beside[True] - backward)
 
     def local_bytes(self, spec: Spec, state: State) -> int:
@@ -327,7 +364,7 @@ def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -
 
 @lru_cache(maxsize=4096)
 def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...], costs: Costs) -> Pricer:
-    axes = costs.axes(mesh.size_of, devices)
+    axes = JoinableAxes(costs, mesh.size_of, devices)
     device = cluster.slowest(devices)
     return Pricer(
         mesh, devices, costs, axes, device, shares_of(cluster), kernels_of(cluster, device), tensor_exposed(cluster),

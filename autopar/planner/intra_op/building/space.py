@@ -7,6 +7,7 @@ from itertools import product
 
 from autopar.rules.axis_options import Option
 from autopar.rules.notation import Rule
+from autopar.rules.option_names import exchange_written
 from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, ends_gradients, grads_of, options_of
 from autopar.words.graph import Graph, Node
 from autopar.words.meshes import Mesh
@@ -14,7 +15,10 @@ from autopar.words.shards import fits
 
 
 def strategies(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strategy]:
-    """Return every strategy of one op; on an axis of size 1 the op is whole."""
+    """Return every strategy of one op, of those that differ in their exchanges one (:func:`in_all_ways`).
+
+    On an axis of size 1 the op is whole.
+    """
     key = mesh, grads_of(graph, node), ends_gradients(graph, node)
     latest: tuple[object, list[Strategy]] = rule.derived.get("strategies", (None, []))
     if latest[0] != key:  # one mesh is looked at after the other, and those of all of them would take much memory
@@ -23,10 +27,20 @@ def strategies(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strateg
 
 
 def _every(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strategy]:
-    options = list(options_of(graph, node, rule, rule.blocks_on(mesh)).values())
+    options = [o for o in options_of(graph, node, rule, rule.blocks_on(mesh)).values() if not exchange_written(o.name)]
     choices = [options if size > 1 else options[:1] for size in mesh.sizes]
     every = (_strategy(graph, node, rule, mesh, picked) for picked in product(*choices))
     return [strategy for strategy in every if strategy is not None]
+
+
+def in_all_ways(graph: Graph, node: Node, rule: Rule, mesh: Mesh, strategy: Strategy) -> list[Strategy]:
+    """Return a strategy and those that are like it but for how they make their exchanges."""
+    if not any(name in rule.ways for name in strategy.names):
+        return [strategy]
+    options = options_of(graph, node, rule, rule.blocks_on(mesh))
+    choices = [[o, *(options[o.name + way] for way in rule.ways.get(o.name, ()))] for o in strategy.options]
+    every = (_strategy(graph, node, rule, mesh, picked) for picked in product(*choices))
+    return [like_it for like_it in every if like_it is not None]
 
 
 def fitting_strategy(
