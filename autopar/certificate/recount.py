@@ -33,7 +33,7 @@ from autopar.rules.lowering_helpers.joined_axes import group_along
 from autopar.rules.lowering_helpers.lowering_trial import Begun, ToOther, as_last_rank
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.registry import rules_of
-from autopar.rules.strategy import joined_axes, strategy_named
+from autopar.rules.strategy import joinable_axes, strategy_named
 from autopar.torch_private import FakeTensorMode
 from autopar.words.graph import ITEM_BYTES, Graph, Ref
 from autopar.words.placements import State, Step, whole_state
@@ -103,7 +103,7 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     axes = JoinableAxes(costs, plan.mesh.size_of, plan.devices)
     with fake_world(plan.mesh) as mesh:
         names = {str(mesh.get_group(name).group_name): name for name in plan.mesh.names}
-        names |= {str(group_along(joined).group_name): JOINED.join(joined) for joined in joined_axes(plan)}
+        names |= {str(group_along(joined).group_name): JOINED.join(joined) for joined in joinable_axes(graph, plan.mesh)}
         if types:
             typecheck(program)
         with as_on_gpu() if kernels.gpu else nullcontext():

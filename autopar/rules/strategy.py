@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.errors import PlanError
-from autopar.plans.plan import StagePlan
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import exchange_written, factor_and_block
+from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph, Node
 from autopar.words.meshes import Mesh
-from autopar.words.placements import INVARIANT, REPLICATED, State, exchange_of, exchanges_along
+from autopar.words.placements import INVARIANT, REPLICATED, State, exchange_of
 from autopar.words.shards import lengths_of
 
 
@@ -126,15 +126,11 @@ def why_not_exchanged(rule: Rule, names: Sequence[str], mesh: Mesh) -> str:
     return ""
 
 
-def joined_axes(plan: StagePlan) -> list[tuple[str, ...]]:
-    """List the sets of several axes of a stage's mesh along which its operators make one exchange."""
-    found = set()
-    for names in dict.fromkeys(plan.ops.values()):
-        large = [(name, axis) for name, (axis, size) in zip(names, plan.mesh, strict=True) if size > 1]
-        for f in {factor_and_block(name)[0] for name, _ in large if exchange_written(name)}:
-            texts = [axis + exchange_written(name) for name, axis in large if factor_and_block(name)[0] == f]
-            found |= {axes for axes, _ in exchanges_along(texts) if len(axes) > 1}
-    return sorted(found)
+def joinable_axes(graph: Graph, mesh: Mesh) -> list[tuple[str, ...]]:
+    """List the sets of several neighbouring axes of a mesh along which an operator may make one exchange."""
+    ways = any(rule is not None and rule.ways for rule in rules_of(graph))
+    large = [axis for axis, size in mesh if size > 1] if ways else []
+    return [tuple(large[a:b]) for b in range(2, len(large) + 1) for a in range(b - 1)]
 
 
 def grads_of(graph: Graph, node: Node) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

@@ -14,13 +14,13 @@ from torch.distributed import ProcessGroup
 from autopar.errors import RunError
 from autopar.torch_private import group_of_axis
 
-Finder = Callable[[tuple[int, ...]], ProcessGroup | None]
+Finder = Callable[[tuple[int, ...], ProcessGroup], ProcessGroup | None]
 _finders: list[Finder] = []
 _simulated: dict[tuple[int, ...], ProcessGroup] = {}
 
 
 def find_groups_in(finder: Finder) -> Finder:
-    """Have groups of ranks, which are given in ascending order, looked up by a function."""
+    """Have groups looked up by a function of their ranks, and of a group along one of the axes."""
     _finders.append(finder)
     return finder
 
@@ -40,12 +40,13 @@ def group_along(axes: Sequence[str]) -> ProcessGroup:
     if dist.get_backend() == "fake":
         return _of_simulated(members)
     for finder in _finders:
-        group = finder(members)
+        group = finder(members, group_of_axis(axes[0]))
         if group is not None:
             return group
     raise RunError(
-        f"there is no process group of ranks {list(members)}, along axes {' and '.join(axes)} together, although the "
-        "program has an exchange over them: its plan was made for other groups; parallelize the model again"
+        f"rows are exchanged along axes {' and '.join(axes)} at once, and there is no process group of ranks "
+        f"{list(members)}: autopar could make none on this mesh. Make the mesh of all ranks, or pin the experts to "
+        f"'travel' on axis '{axes[-1]}', which makes one exchange after the other"
     )
 
 

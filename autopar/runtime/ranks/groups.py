@@ -30,6 +30,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError, RunError
+from autopar.rules.lowering_helpers.joined_axes import find_groups_in
+from autopar.runtime.ranks.presence import name_of
 from autopar.runtime.ranks.store_meeting import any_of
 from autopar.runtime.ranks.store_names import name_of, next_number
 from autopar.torch_private import GROUP_NAME, has_other_groups, timeout_of_world
@@ -314,6 +316,16 @@ def groups_on(device_mesh: DeviceMesh) -> Groups:
         if groups.world is dist.group.WORLD and groups.has(device_mesh):
             return groups
     return groups_for(torch.device(device_mesh.device_type), device_mesh.mesh.flatten().tolist())
+
+
+@find_groups_in
+def group_beside(ranks: tuple[int, ...], other: Any) -> Any:
+    """Return the group of some ranks that was made with another one; None if none was."""
+    wanted = Wanted(tuple(sorted(ranks)))
+    for groups in _of_worlds.values():
+        if any(group is other for group in groups.made.values()):
+            return groups.made.get(wanted)
+    return None
 
 
 def backend_for(device_type: str) -> str:

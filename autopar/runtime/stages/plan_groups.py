@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import MeshError
 from autopar.plans.plan import Plan, StagePlan
 from autopar.plans.stage_graphs import StageGraph
+from autopar.rules.strategy import joinable_axes
 from autopar.runtime.parameters.redistribution import hop_axes
 from autopar.runtime.ranks.groups import Wanted, blocks, channel, groups_for
 from autopar.words.graph import Graph
@@ -42,7 +43,7 @@ def groups_of(
     """List all groups of a pipeline, in the order in which they are made.
 
     One of all ranks, for what is the same everywhere (the loss); of each stage one along each axis of its mesh, and
-    over several axes where a parameter is gathered over them at once; the holders of tied parameters; and a channel for
+    over several axes where a parameter is gathered, or rows are exchanged, over them at once; the holders of tied parameters; and a channel for
     each ordered pair of ranks that talks.
 
     Args:
@@ -94,5 +95,7 @@ def axes_together(graph: Graph, stage: StagePlan) -> list[tuple[int, ...]]:
 
 
 def _of_stage(graph: Graph, stage: StagePlan, devices: Sequence[int]) -> Iterator[Wanted]:
-    for axes in [*((axis,) for axis in range(len(stage.mesh))), *axes_together(graph, stage)]:
+    names = stage.mesh.names
+    exchanges = [tuple(map(names.index, joined)) for joined in joinable_axes(graph, stage.mesh)]
+    for axes in [*((axis,) for axis in range(len(stage.mesh))), *axes_together(graph, stage), *exchanges]:
         yield from map(Wanted, blocks(stage.mesh, devices, axes))
