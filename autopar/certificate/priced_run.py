@@ -15,10 +15,18 @@ from autopar.plans.memory_decisions import DECISIONS, MemoryDecision
 from autopar.rules.attention.ring_attention import QUERIES, RING
 from autopar.rules.lowering_helpers.lowering_trial import Begun, Counted
 from autopar.rules.notation import Rule
-from autopar.rules.operator_work import attention_shape, curve_of, is_aligned, moved_bytes, through_memory
+from autopar.rules.operator_work import (
+    attention_shape,
+    curve_of,
+    is_aligned,
+    joined_gradients,
+    moved_bytes,
+    through_memory,
+)  # fmt: skip
 from autopar.rules.option_names import factor_and_block
 from autopar.rules.registry import rules_of
 from autopar.torch_private import OpOverload, TorchDispatchMode, group_names, pytree
+from autopar.words.exchanges import exchange_written, exchanges_along
 from autopar.words.graph import Graph
 from autopar.words.load_shares import busiest, uniform
 from autopar.words.placements import Step
@@ -252,6 +260,7 @@ class PricedRun(Watched):
             if rule.gemm is not None:  # rows [rows summed], a matrix [summed features] for each group
                 gemm = (max(1, len(ins[0]) // max(1, len(ins[1]))), ins[1].shape[2], ins[1].shape[1])
                 flops *= self._part_of_rows(n, rule.gemm[3])  # those of groups elsewhere take part in no product
+                flops /= self._sent_of_each(n, rule, len(ins[0]))  # nor do rows that are missing to a bound
             elif flops:
                 # 2mnk flops, m n outputs, and the second operand's elements give the three sizes
                 mn = outs[0].numel()
@@ -272,7 +281,13 @@ class PricedRun(Watched):
             gemm = attention_shape(flops, ins[0].shape, outs[0].shape)
         if rule.kind not in ("matmul", "conv", "attention"):
             flops = 0.0
-        return self.costs.op(self.device, self._work(n, rule, ins, outs, flops, gemm, gradients, key))
+        spent = self.costs.op(self.device, self._work(n, rule, ins, outs, flops, gemm, gradients, key))
+        joined = [ins[i] for i in joined_gradients(rule, n.meta["autopar"]["options"]) if ins[i].requires_grad]
+        if not joined or not any(t.requires_grad for t in outs):
+            return spent
+        n_bytes = 2 * sum(t.numel() * t.element_size() for t in joined)
+        copied = self.costs.copy(self.device, n_bytes, str(joined[0].dtype).removeprefix("torch."))
+        return spent._replace(total=spent.total + copied, weights=spent.weights + copied)
 
     def _work(
         self, n: torch.fx.Node, rule: Rule, ins: Tensors, outs: Tensors, flops: float,
@@ -308,6 +323,16 @@ class PricedRun(Watched):
         pieces = prod(size for option, (_, size) in options if factor_and_block(option)[0] == groups)
         load = self.source.nodes[self.source.index[meta["node"]]].load
         return busiest(load or uniform(self.kinds[meta["node"]].sizes[groups]), pieces)[1]
+
+    def _sent_of_each(self, n: torch.fx.Node, rule: Rule, rows: int) -> float:
+        """Return how many rows are sent for each that there is: more than one where a bound says their number."""
+        options = zip(n.meta["autopar"]["options"], self.mesh, strict=True)
+        cut = [axis + exchange_written(o) for o, (axis, size) in options if size > 1 and rule.factor_of(o) in rule.ways]
+        exchanges = exchanges_along(cut)
+        if not exchanges or not exchanges[-1].bound:
+            return 1.0
+        ranks = prod(self.mesh.size_of[axis] for axis in exchanges[-1].axes)
+        return exchanges[-1].rows_to_each(rows, ranks) * ranks * exchanges[-1].chunks / max(1, rows)
 
     def _copy(self, meta: dict[str, PyTree], result: torch.Tensor) -> float:
         src, dst = meta["step"]

@@ -28,11 +28,12 @@ from autopar.lower.freed_tensors import backwards_of, give_up
 from autopar.lower.program import Program
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again, with_segments
-from autopar.rules.experts.expert_block import rows_computed, rows_leave, rows_return, travelling_block
+from autopar.rules.experts.expert_block import TRAVEL, rows_computed, rows_leave, rows_return, travelling_block
 from autopar.rules.families.branch import branch
 from autopar.rules.function import Callee
 from autopar.rules.lowering_helpers.local_shard import length_of
 from autopar.torch_private import pytree
+from autopar.words.exchanges import is_bounded
 from autopar.words.trees import PyTree
 
 _TRAVELLING = (travelling_block, rows_leave, rows_computed, rows_return)
@@ -140,14 +141,20 @@ def stays_outside(target: object) -> bool:
     return isinstance(target, Callee) or target in (_BRANCH, branch, *_TRAVELLING)
 
 
-def breaks(program: Program) -> list[str]:
-    """Return the operators of a program at which a compiled one is split, by their names and kinds."""
+def breaks(program: Program, recorded: bool = False) -> list[str]:
+    """Return the operators of a program at which a compiled one is split, by their names and kinds.
+
+    Args:
+        recorded: those that are not recorded as a CUDA graph: where rows travel within a bound, the host reads nothing.
+    """
     reasons = []
     for node in program.module.graph.nodes:
         if isinstance(node.target, Callee):
             reasons.append(f"{node.name}: the model's own Python code, {node.target.name}")
         elif node.target in (rows_leave, rows_computed):
             continue  # their block is told by its last part
+        elif node.target in _TRAVELLING and recorded and any(map(is_bounded, node.kwargs["cut"][TRAVEL])):  # type: ignore[index, call-overload, union-attr, arg-type]
+            continue
         elif node.target in _TRAVELLING:
             reasons.append(f"{node.name}: experts to which rows travel")
         elif stays_outside(node.target):

@@ -15,11 +15,12 @@ from autopar.rules.axis_options import Option
 from autopar.rules.function import PREFIX
 from autopar.rules.notation import Comm, Rule
 from autopar.rules.operator_call import Call
-from autopar.rules.option_names import exchange_written, factor_and_block
+from autopar.rules.option_names import factor_and_block
 from autopar.torch_private import OpOverload
+from autopar.words.exchanges import exchange_written, exchanges_along
 from autopar.words.load_shares import busiest, grown
 from autopar.words.meshes import Mesh
-from autopar.words.placements import Placement, State, axis_and_block, axis_text, exchanges_along
+from autopar.words.placements import Placement, State, axis_and_block, axis_text
 from autopar.words.shards import largest_shard, local_shape
 from autopar.words.trees import PyTree
 from cost_models.joined_axes import JOINED
@@ -112,12 +113,16 @@ def collectives_inside(
         if comm.factor in axes and (differentiable or not comm.backward):
             elements = prod(rule.size_at(f, pieces) for f in comm.over)
             exchanges = exchanges_along(axes[comm.factor])
-            ranks_of = [prod(sizes[axis] for axis in names) for names, _ in exchanges]
+            ranks_of = [prod(sizes[axis] for axis in exchange.axes) for exchange in exchanges]
             most = _most(comm, ranks_of, axes, sizes)
-            for (names, chunks), ranks, factor in zip(exchanges, ranks_of, most, strict=True):
-                made = replace(comm, chunks=chunks) if comm.when and chunks > 1 else comm
-                n_bytes = int(elements * factor) * (ranks if comm.gathers else 1) * comm.item_bytes
-                yield made, JOINED.join(names), n_bytes // made.chunks, made.times(ranks)
+            for exchange, ranks, factor in zip(exchanges, ranks_of, most, strict=True):
+                chunks = exchange.chunks if comm.when else 1
+                of_all = int(elements * factor) * (ranks if comm.gathers else 1) // chunks
+                if exchange.bound and comm.when:
+                    rows = rule.size_at(comm.over[0], pieces)
+                    of_all = exchange.rows_to_each(rows, ranks) * ranks * (elements // max(1, rows))
+                made = replace(comm, chunks=chunks) if chunks > 1 else comm
+                yield made, JOINED.join(exchange.axes), of_all * comm.item_bytes, made.times(ranks)
 
 
 def _most(

@@ -179,7 +179,7 @@ class Rule:
         needs_some: factors of which every rank must have some: torch's kernels refuse a piece of no elements, or make
             no numbers of it. Of all others a rank may have none (6 over 4 ranks are 2, 2, 2 and 0).
         ways: of a factor's option, what may follow its name: other ways to make the same exchange, in the same
-            placements (:func:`~autopar.words.placements.exchange_of`), ``+`` and ``/2`` of ``travel+`` and ``travel/2``.
+            placements (:mod:`autopar.words.exchanges`), ``/2`` of ``travel/2``.
         absent: names of options that such calls have and this one has not, and why: for whoever asks for one.
         whole_gradients: the backward need not be linear in the gradient, so no rank runs it on a term of a sum.
         in_place: it writes to a part of its first input, and moves no more than that part.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import prod
 
 from autopar.rules.notation import ADD, Rule
 from autopar.rules.registry import rules_of
+from autopar.words.exchanges import exchange_of
 from autopar.words.graph import Graph, Node, Ref
 from cost_models.operator_cost import ALIGNMENT_BYTES, COMPUTE_KINDS
 
@@ -97,6 +98,13 @@ def is_aligned(rule: Rule, dtype: str, pieces: Mapping[str, int | Fraction]) -> 
         if whole > 1 and (whole % elements or prod(rule.size_at(f, pieces) for f in dim) % elements):
             return False
     return True
+
+
+def joined_gradients(rule: Rule, names: Iterable[str]) -> list[int]:
+    """Return the inputs of which an op reads parts, whose gradients are joined: what groups have, made in chunks."""
+    in_chunks = rule.gemm is not None and any(exchange_of(name)[1].chunks > 1 for name in names)
+    groups = rule.gemm[3] if in_chunks and rule.gemm is not None else ""
+    return [i for i, term in enumerate(rule.inputs) if any(groups in dim for dim in term)] if groups else []
 
 
 def moved_bytes(

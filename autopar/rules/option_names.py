@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from autopar.words.placements import EXCHANGE, REPLICATE
+from autopar.words.exchanges import without_exchange
+from autopar.words.placements import REPLICATE
 
 WHOLE = "I"
 """The option in which everything is whole, gradients too."""
@@ -20,17 +21,10 @@ GRADIENTS_PENDING = "R"
 def factor_and_block(option: str) -> tuple[str, int]:
     """Return the factor in the name of an option and the elements of its blocks, 0 if it is cut without blocks.
 
-    How an exchange is made (:func:`exchange_written`) is left out.
+    How an exchange is made (:mod:`autopar.words.exchanges`) is left out.
     """
-    factor, _, block = EXCHANGE.sub("", option).partition("*")
+    factor, _, block = without_exchange(option).partition("*")
     return factor, int(block or 0)
-
-
-def exchange_written(option: str) -> str:
-    """Return what follows the factor in the name of an option, about how rows are exchanged: ``/4`` of ``travel/4``."""
-    found = EXCHANGE.search(option)
-    assert found is not None
-    return found[0]
 
 
 def as_written(option: str) -> str:

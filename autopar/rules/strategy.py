@@ -10,11 +10,12 @@ from math import prod
 from autopar.errors import PlanError
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.notation import Rule
-from autopar.rules.option_names import exchange_written, factor_and_block
+from autopar.rules.option_names import factor_and_block
 from autopar.rules.registry import rules_of
+from autopar.words.exchanges import exchange_of, exchange_written
 from autopar.words.graph import Graph, Node
 from autopar.words.meshes import Mesh
-from autopar.words.placements import INVARIANT, REPLICATED, State, exchange_of
+from autopar.words.placements import INVARIANT, REPLICATED, State
 from autopar.words.shards import lengths_of
 
 
@@ -112,17 +113,28 @@ def why_not_exchanged(rule: Rule, names: Sequence[str], mesh: Mesh) -> str:
     large = [(name, axis, size) for name, (axis, size) in zip(names, mesh, strict=True) if size > 1]
     for f in rule.ways:
         cut = [k for k, (name, _, _) in enumerate(large) if factor_and_block(name)[0] == f]
-        pieces, chunks = prod(large[k][2] for k in cut), 1
+        pieces, exchange, written = prod(large[k][2] for k in cut), exchange_of("")[1], ""
         for k in cut:
             name, axis, _ = large[k]
-            joined, chunks = exchange_of(name)
+            joined, exchange = exchange_of(name)
+            written += exchange_written(name)
             if joined and k - 1 not in cut:
                 return f"'{name}' on axis '{axis}' goes with '{f}' on the axis before it, which has another option"
-            if chunks > 1 and k != cut[-1]:
-                return f"'{name}' on axis '{axis}': only the last exchange is made in chunks; name '{f}' there"
-        if any(exchange_written(large[k][0]) for k in cut) and rule.sizes[f] % (pieces * chunks):
-            parts = f"{pieces} ranks in {chunks} chunks" if chunks > 1 else f"{pieces} ranks in one exchange"
-            return f"'{f}' has size {rule.sizes[f]}, which does not divide over {parts}"
+            if (exchange.chunks > 1 or exchange.bound) and k != cut[-1]:
+                return f"'{name}' on axis '{axis}': chunks and bounds are of the last exchange; name '{f}' there"
+        if written and rule.sizes[f] % (pieces * exchange.chunks):
+            parts = f" in {exchange.chunks} chunks" if exchange.chunks > 1 else " in one exchange"
+            return f"'{f}' has size {rule.sizes[f]}, which does not divide over {pieces} ranks{parts}"
+        if exchange.bound:
+            if any(not exchange_of(large[k][0])[0] for k in cut[1:]):
+                return f"'{large[cut[-1]][0]}': of several exchanges none is bounded; make one of them ('{f}+')"
+            rows = next(factor for factor in rule.together[f] if rule.gemm is None or factor != rule.gemm[3])
+            of_rows = prod(size for name, _, size in large if factor_and_block(name)[0] in (f, rows))
+            if rule.sizes[rows] % of_rows:
+                return (
+                    f"'{large[cut[-1]][0]}': {rule.sizes[rows]} rows do not divide over {of_rows} ranks, and a bound is "
+                    "for as many on each; use a batch that divides, or no bound"
+                )
     return ""
 
 

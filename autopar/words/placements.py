@@ -35,6 +35,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from autopar.errors import MeshError
+from autopar.words.exchanges import without_exchange
 from autopar.words.meshes import Mesh
 
 MOST_DIMS = 64
@@ -291,30 +292,6 @@ def axis_text(axis: str, unit: int) -> str:
 
 
 def axis_and_block(text: str) -> tuple[str, int]:
-    """Invert :func:`axis_text`; what follows in the text of how an exchange is made (:func:`exchange_of`) is left out."""
-    axis, _, unit = EXCHANGE.sub("", text).partition("*")
+    """Invert :func:`axis_text`; what else is written of an exchange (:mod:`autopar.words.exchanges`) is left out."""
+    axis, _, unit = without_exchange(text).partition("*")
     return axis, int(unit or 1)
-
-
-EXCHANGE = re.compile(r"(\+?)(?:/([1-9]\d*))?$")
-
-
-def exchange_of(text: str) -> tuple[bool, int]:
-    """Return how rows are exchanged, as the end of a name says: ``tensor``, ``tensor+``, ``tensor/4``, ``tensor+/4``.
-
-    Returns:
-        whether the exchange is one with that along the axis before; in how many chunks it is made.
-    """
-    found = EXCHANGE.search(text)
-    assert found is not None
-    return bool(found[1]), int(found[2] or 1)
-
-
-def exchanges_along(texts: Sequence[str]) -> list[tuple[tuple[str, ...], int]]:
-    """Return the exchanges along axes, in order: the axes of each, and in how many chunks it is made."""
-    exchanges: list[tuple[tuple[str, ...], int]] = []
-    for text in texts:
-        joined, chunks = exchange_of(text)
-        before = exchanges.pop()[0] if joined else ()
-        exchanges.append(((*before, axis_and_block(text)[0]), chunks))
-    return exchanges

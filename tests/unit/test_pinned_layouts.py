@@ -218,7 +218,7 @@ def test_rows_travel_to_experts() -> None:
     (stage,) = priced(mixtral, 1, "dp=2,tp=2,ep=2,m=1").plan.stages
     assert next(cuts for name, cuts in stage.ops.items() if "expert_block" in name) == ("travel", "ffn")
     (stage,) = priced(mixtral, 1, "dp=2,tp=2,ep=4,etp=1,m=1").plan.stages
-    assert next(cuts for name, cuts in stage.ops.items() if "expert_block" in name) == ("travel", "travel")
+    assert next(cuts for name, cuts in stage.ops.items() if "expert_block" in name) == ("travel", "travel+")
     with pytest.raises(PlanError, match="ep=2 needs routed experts, the model has none"):
         priced(llama, 1, "dp=4,ep=2,m=1")
 

@@ -10,7 +10,8 @@ Each word pins what frameworks do under its name; nothing is searched.
                  default), cp=4:allgather (they are gathered), cp=4:ulysses (heads are exchanged for places)
     ep           so many of the ranks of dp share the routed experts of a layer: rows travel among them (all-to-all)
     etp          how routed experts are cut over tp: into pieces of their features (as many as tp; the default), or with
-                 etp=1 not, and ep counts ranks of tp, too: rows travel among these first
+                 etp=1 not, and ep counts ranks of tp, too: rows travel among all of these in one exchange (with cp, in
+                 two, over dp and over tp)
     pp, vp       groups of devices, and stages on each (interleaving); blocks are divided evenly, the embedding is in
                  the first stage, the head in the last
     zero         0 (the default): every rank of dp and cp has the parameters whole. 1: parameters, gradients of a step

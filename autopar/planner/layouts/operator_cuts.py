@@ -24,6 +24,7 @@ from autopar.rules.strategy import Strategy, can_be_cut, combine, options_of, wh
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.placements import INVARIANT, REPLICATED, Placement
+from cost_models.joined_axes import JOINED
 
 DATA, SHARD, CONTEXT, TENSOR, EXPERT = "data", "shard", "context", "tensor", "expert"
 RING, ALLGATHER, ULYSSES = "ring", "allgather", "ulysses"
@@ -52,6 +53,7 @@ class OperatorCuts:
         way: the way to cut attention on the axis ``context``.
         experts_travel: rows travel to routed experts over ``tensor``, too, where else every rank has a piece of the
             features of each.
+        joined: the ranks of ``expert`` and ``tensor`` are neighbours, and rows travel over both in one exchange.
     """
 
     classes: DimClasses
@@ -59,6 +61,7 @@ class OperatorCuts:
     sequence_parallel: bool = False
     way: str = RING
     experts_travel: bool = False
+    joined: bool = False
     refused: dict[Element, str] = field(default_factory=dict, init=False)
     """Why classes of features are not cut over ``tensor``."""
 
@@ -154,7 +157,8 @@ class OperatorCuts:
     def _experts_in_pieces(self, size: int) -> dict[int, str]:
         """Return the options of routed experts over ``tensor``: rows are sent, or features are sharded."""
         if self.experts_travel:
-            return self._travelling(size, "tp")
+            travelling = self._travelling(size, "tp")
+            return {i: name + JOINED for i, name in travelling.items()} if self.joined else travelling
         for i, rule in self._experts.items():
             if FFN not in rule.cuttable or rule.sizes[FFN] % size:
                 n = rule.sizes.get(FFN, 1)

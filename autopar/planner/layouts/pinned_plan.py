@@ -23,7 +23,7 @@ from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.offload_choice import check_host_memory, moved_to_host
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.layouts.dim_classes import DimClasses
-from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, SHARD, OperatorCuts, strategy_of
+from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, SHARD, TENSOR, OperatorCuts, strategy_of
 from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
 from autopar.plans.memory_decisions import REGATHER
 from autopar.plans.plan import ParamChoice, Pins, Plan, StagePlan, one_stage, reshard_key
@@ -127,7 +127,8 @@ class _Pinned:
     def _cuts(self) -> OperatorCuts:
         classes = DimClasses(self.graph, rules_of(self.graph), self.rows)
         said = self.said
-        return OperatorCuts(classes, said.text, said.sequence_parallel, said.way, said.experts_travel)
+        joined = said.experts_travel and said.mesh.names[-2:] == (EXPERT, TENSOR)
+        return OperatorCuts(classes, said.text, said.sequence_parallel, said.way, said.experts_travel, joined)
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, ...]]:

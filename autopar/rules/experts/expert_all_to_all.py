@@ -17,8 +17,10 @@ from torch.distributed import ProcessGroup
 
 from autopar.rules.lowering_helpers.local_shard import n_shards
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, Begun, in_trial
+from autopar.errors import RunError
 from autopar.rules.lowering_helpers.joined_axes import group_along
-from autopar.torch_private import FakeTensor, LocalIntNode, LocalTensor, functional_collectives
+from autopar.torch_private import FakeTensor, LocalIntNode, LocalTensor, assert_async, functional_collectives
+from autopar.words.exchanges import Exchange
 from autopar.words.trees import Context
 from cost_models.joined_axes import JOINED
 
@@ -29,44 +31,87 @@ class Trip:
     Rows go in chunks, one for each of several equal parts of a rank's experts, so that the products of one chunk are
     computed while others are on their way. An expert has all of its rows in one chunk, in the same order as without.
 
+    With a bound as many rows go to each rank always, so that the host need not know how many there are: those that are
+    missing are zeros without an expert. More than the bound are an error (:meth:`_check`).
+
     Args:
         expert: int [rows], to which expert each row goes; rows below 0, or of ``n_experts`` and above, stay where they
             are, and what comes back for them is zero.
         n_experts: how many experts the ranks have together: each has as many, in order, but for the last ones, which
             have fewer or none where the ranks do not divide them.
-        axes: axes of the ambient mesh, the last one fastest.
-        chunks: 1, or a divisor of the experts of each rank.
+        exchange: its axes are of the ambient mesh, the last one fastest; its chunks divide the experts of each rank.
         busiest: for tensors without values: the number among the ranks of the one that gets most rows, and the share
             of rows that each gets; None if all get as many.
     """
 
     def __init__(
-        self, expert: torch.Tensor, n_experts: int, axes: Sequence[str], chunks: int = 1,
+        self, expert: torch.Tensor, n_experts: int, exchange: Exchange,
         busiest: tuple[int, Sequence[float]] | None = None,
     ) -> None:  # fmt: skip
-        ranks = n_shards(axes)
-        self.n_rows, self.axis = expert.shape[0], JOINED.join(axes)
-        self.group = None if in_trial() else group_along(axes)  # the backward knows no mesh
-        self.of_each = -(-n_experts // ranks)
+        self.ranks, self.exchange = n_shards(exchange.axes), exchange
+        self.n_rows, self.axis = expert.shape[0], JOINED.join(exchange.axes)
+        self.group = None if in_trial() else group_along(exchange.axes)  # the backward knows no mesh
+        self.of_each = -(-n_experts // self.ranks)
         """The experts of a rank that has most experts."""
-        self.of_chunk = self.of_each // chunks
-        in_order, order = torch.sort(self._key(expert, n_experts, ranks), stable=True)
+        self.of_chunk = self.of_each // exchange.chunks
+        in_order, order = torch.sort(self._key(expert, n_experts, self.ranks), stable=True)
         numbers = torch.arange(n_experts + 1, device=expert.device)
         begins = torch.searchsorted(in_order, numbers)
         leaving = begins[1:] - begins[:-1]  # rows for each expert, none for those that the last ranks lack
-        if self.of_each * ranks > n_experts:
-            leaving = torch.nn.functional.pad(leaving, (0, self.of_each * ranks - n_experts))
-        leaving = leaving.view(chunks, ranks, self.of_chunk)
+        if self.of_each * self.ranks > n_experts:
+            leaving = torch.nn.functional.pad(leaving, (0, self.of_each * self.ranks - n_experts))
+        leaving = leaving.view(exchange.chunks, self.ranks, self.of_chunk)
         arriving = exchanged(leaving.transpose(0, 1).flatten(), None, None, self.group)
-        arriving = arriving.view(ranks, chunks, self.of_chunk).transpose(0, 1)
-        by_rank = torch.stack([each.sum(2) for each in (leaving, arriving)])
-        sends, receives = _on_host(by_rank, self.n_rows, busiest)
-        mine = numbers[: self.of_chunk].repeat(ranks)
+        arriving = arriving.view(self.ranks, exchange.chunks, self.of_chunk).transpose(0, 1)
+        mine = numbers[: self.of_chunk].repeat(self.ranks)
+        if exchange.bound:
+            each = exchange.rows_to_each(self.n_rows, self.ranks)
+            self.order = self._bounded(order, leaving, each)
+            ways: Any = [([each] * self.ranks,) * 2] * exchange.chunks
+            experts = [_experts_of_bounded(of_chunk, each) for of_chunk in arriving]
+        else:
+            by_rank = torch.stack([x.sum(2) for x in (leaving, arriving)])
+            ways = list(zip(*_on_host(by_rank, self.n_rows, busiest), strict=True))
+            experts = [
+                _arrived_experts(mine, of_chunk.flatten(), _total(receives))
+                for of_chunk, (_, receives) in zip(arriving, ways, strict=True)
+            ]
+            self.order = order.narrow(0, 0, _total([_total(sends) for sends, _ in ways]))
+        """int [sent rows]: which rows are sent, chunk by chunk; the number of rows stands for one that is missing."""
         self.chunks = [
-            Chunk(self, number, *way, _arrived_experts(mine, of_chunk.flatten(), _total(way[1])))
-            for number, (*way, of_chunk) in enumerate(zip(sends, receives, arriving, strict=True))
+            Chunk(self, number, *way, of_chunk)
+            for number, (way, of_chunk) in enumerate(zip(ways, experts, strict=True))
         ]
-        self.order = order.narrow(0, 0, _total([chunk.n_sent for chunk in self.chunks]))
+
+    def _bounded(self, order: torch.Tensor, leaving: torch.Tensor, each: int) -> torch.Tensor:
+        """Return which rows are sent, as many of each chunk to each rank: int [chunks ranks each] in one dim."""
+        to_each = leaving.sum(2).flatten()
+        self._check(to_each, each)
+        place = torch.arange(each, device=order.device)
+        from_where = (to_each.cumsum(0) - to_each).unsqueeze(1) + place
+        with_one = torch.nn.functional.pad(order, (0, 1), value=self.n_rows)
+        there = with_one.index_select(0, from_where.flatten().clamp(max=self.n_rows))
+        return torch.where((place < to_each.unsqueeze(1)).flatten(), there, self.n_rows)
+
+    def _check(self, to_each: torch.Tensor, each: int) -> None:
+        """Refuse to drop rows: on CPUs at once with the numbers; on accelerators by an assertion of the device.
+
+        Raises:
+            RunError: more rows go to a rank than the bound.
+        """
+        if in_trial() or isinstance(to_each, FakeTensor):
+            return
+        what = (
+            f"the bound of {each} of this rank's {self.n_rows} rows to each rank of axis '{self.axis}' is exceeded, and "
+            f"no row is dropped: pin the experts to a larger bound than @{self.exchange.bound:g}, to @max (all rows fit), "
+            "or to 'travel' without one, for which the host reads how many rows there are"
+        )
+        if to_each.device.type == "cpu" and not isinstance(to_each, LocalTensor):
+            most = int(to_each.max())
+            if most > each:
+                raise RunError(f"{most} rows go to one rank: {what}")
+        else:
+            assert_async((to_each <= each).all(), what)
 
     def _key(self, expert: torch.Tensor, n_experts: int, ranks: int) -> torch.Tensor:
         """Return the number by which rows are sorted: chunk by chunk, in each rank by rank, expert by expert."""
@@ -187,7 +232,7 @@ class _Taken(torch.autograd.Function):
     def forward(ctx: Context, rows: torch.Tensor, order: torch.Tensor, trip: Trip) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(order)
         ctx.trip = trip
-        return tuple(_pieces(rows.index_select(0, order), trip))
+        return tuple(_pieces(_in_order(rows, order, trip), trip))
 
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> Any:
@@ -204,7 +249,7 @@ class _Placed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> Any:
         [order] = ctx.saved_tensors
-        return None, None, *_pieces(grads[0].index_select(0, order), ctx.trip)
+        return None, None, *_pieces(_in_order(grads[0], order, ctx.trip), ctx.trip)
 
 
 def _taken(rows: torch.Tensor, trip: Trip) -> tuple[torch.Tensor, ...]:
@@ -220,14 +265,23 @@ def _pieces(rows: torch.Tensor, trip: Trip) -> list[torch.Tensor]:
     return pieces
 
 
+def _in_order(rows: torch.Tensor, order: torch.Tensor, trip: Trip) -> torch.Tensor:
+    """Take rows in an order: [rows ...] to [sent rows ...]; missing ones are zero."""
+    if trip.exchange.bound:
+        rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+    return rows.index_select(0, order)
+
+
 def _in_place(pieces: Sequence[torch.Tensor], order: torch.Tensor, trip: Trip) -> torch.Tensor:
     """Invert taking rows in an order, and cutting them; rows that did not leave are zero."""
     first, n = pieces[0], order.shape[0]
-    shape = (trip.n_rows, *first.shape[1:])
-    whole = first.new_empty(shape) if isinstance(n, int) and n == trip.n_rows else first.new_zeros(shape)
+    more = 1 if trip.exchange.bound else 0  # where what came for missing rows goes
+    shape = (trip.n_rows + more, *first.shape[1:])
+    all_leave = isinstance(n, int) and n == trip.n_rows and not more
+    whole = first.new_empty(shape) if all_leave else first.new_zeros(shape)
     for to, piece in zip(_pieces(order, trip), pieces, strict=True):
         whole.index_copy_(0, to, piece)
-    return whole
+    return whole[: trip.n_rows].clone() if more else whole
 
 
 def _total(numbers: Sequence[Any]) -> Any:
@@ -247,6 +301,18 @@ def _arrived_experts(mine: torch.Tensor, arriving: torch.Tensor, n_received: Any
         return mine.index_select(0, torch.arange(n_received, device=mine.device) % mine.shape[0])
     size = {"output_size": n_received} if isinstance(n_received, int) else {}
     return torch.repeat_interleave(mine, arriving, **size)
+
+
+def _experts_of_bounded(arriving: torch.Tensor, each: int) -> torch.Tensor:
+    """Return the expert of each of as many rows from each rank; those that are missing have the number of experts.
+
+    Args:
+        arriving: int [ranks experts], how many rows come from each rank for each expert, in the order of experts.
+        each: the rows from each rank.
+    """
+    ends = arriving.cumsum(1)
+    places = torch.arange(each, device=arriving.device).expand(arriving.shape[0], each)
+    return torch.searchsorted(ends, places.contiguous(), right=True).flatten()
 
 
 def exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: ProcessGroup | None) -> torch.Tensor:

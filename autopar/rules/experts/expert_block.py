@@ -39,10 +39,10 @@ from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes, axes_of, fir
 from autopar.rules.notation import CallPart, Comm, Lowering, Parts, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
+from autopar.words.exchanges import exchanges_along, ways_to_exchange
 from autopar.words.load_shares import path_to_busiest
-from autopar.words.placements import PENDING, REPLICATED, Placement, exchanges_along, shard
+from autopar.words.placements import PENDING, REPLICATED, Placement, shard
 from autopar.words.trees import PyTree
-from cost_models.joined_axes import JOINED
 
 BLOCK = "autopar.expert_block.default"
 
@@ -158,13 +158,13 @@ def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut
     travelling = Travelling(_multiplied(tensors.values()), [], [])
     with _untyped():
         exchanges = exchanges_along(cut[TRAVEL])
-        sizes = [n_shards(axes) for axes, _ in exchanges]
+        sizes = [n_shards(exchange.axes) for exchange in exchanges]
         way = path_to_busiest(load, sizes) if load else [None] * len(exchanges)
-        for (axes, chunks), part_of_way in zip(exchanges, way, strict=True):
+        for exchange, part_of_way in zip(exchanges, way, strict=True):
             for passages in travelling.under_way:  # of the exchange before, which is made at once
                 tensors |= {k: passage.arrived() for k, passage in passages.items()}
                 [expert] = [chunk.expert for chunk in travelling.trips[-1].chunks]
-            trip = Trip(expert, n_experts, axes, chunks, part_of_way)
+            trip = Trip(expert, n_experts, exchange, part_of_way)
             travelling.under_way = trip.there(tensors)
             n_experts = trip.of_each
             travelling.trips.append(trip)
@@ -219,18 +219,6 @@ def _untyped() -> AbstractContextManager[Any]:
 
 
 TRAVEL, FFN, COLUMNS = "travel", "ffn", "columns"
-CHUNKS = (2, 4, 8)
-"""Numbers of chunks in which rows may travel."""
-
-
-def ways_to_travel(n_experts: int) -> tuple[str, ...]:
-    """Return what may follow ``travel`` in the name of an option.
-
-    ``+`` makes one exchange of that along the axis before and this one; ``/4`` makes it in four chunks, each of equally
-    many experts of a rank.
-    """
-    chunks = [f"/{n}" for n in CHUNKS if not n_experts % n and n < n_experts]
-    return (*chunks, JOINED, *(f"{JOINED}{of}" for of in chunks))
 
 
 _SAMPLE = Body(
@@ -316,7 +304,7 @@ def expert_block(call: Call) -> Rule:
     flops = sum(2.0 * call.out.shape[0] * k * n for _, k, n in matrices)
     return replace(
         made, flops=flops / max(1, prod(made.sizes.values())), together=together, in_as=states,
-        ways={TRAVEL: ways_to_travel(experts)},
+        ways={TRAVEL: ways_to_exchange(experts)},
         out_as={} if features is None else {FFN: (PENDING,)},
         gemm=("s", f"f{weight}1" if features is None else COLUMNS, f"f{weight}0", "e"),
         lowerings=(

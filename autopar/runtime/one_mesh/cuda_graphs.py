@@ -224,7 +224,7 @@ def recordable(run: ParallelRun, call: ModuleCall, recorder: StepRecorder | None
         raise RunError(f"a step is recorded as a CUDA graph on GPUs; this module is on {stage.device}")
     run.check_values(call)
     stage = run.stage
-    reasons = breaks(stage.program)
+    reasons = breaks(stage.program, recorded=True)
     if stage.ways.flags:
         reasons.append("a branch on data, which the host checks in every call")
     if stage.parts.elements:

@@ -36,6 +36,7 @@ from autopar.plans.plan import ParamChoice, Recompute, segment_numbers
 from autopar.plans.stepped_by import stepped_by
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
+from autopar.words.exchanges import is_bounded
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.placements import State, replicated_placement, shard, whole_state
 from autopar.words.shards import fits
@@ -426,8 +427,10 @@ class Builder:
     def _quickest(self, node: Node, rule: Rule, strategy: Strategy) -> Strategy | None:
         """Return the quickest of the ways to make the exchanges of a strategy that pins allow; None if there is none."""
         ways = in_all_ways(self.graph, node, rule, self.pricer.mesh, strategy)
+        pinned = [] if self.allowed is None else [s for s in ways if self.allowed(node, s)]
+        ways = [s for s in ways if not any(map(is_bounded, s.names))]  # a bound may be exceeded: whoever wants it pins it
         if self.allowed is not None:
-            ways = [s for s in ways if self.allowed(node, s)]
+            ways = [s for s in ways if s in pinned] or pinned
         if len(ways) < 2:
             return ways[0] if ways else None
         return min(ways, key=lambda s: sum(self.pricer.op(self.graph, node, rule, s)))

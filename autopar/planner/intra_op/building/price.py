@@ -21,15 +21,17 @@ from autopar.rules.operator_work import (
     curve_of,
     gemm_of,
     is_aligned,
+    joined_gradients,
     moved_bytes,
     through_memory,
     unfused_scores_bytes,
 )  # fmt: skip
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
+from autopar.words.exchanges import exchanges_along
 from autopar.words.graph import Graph, Node, Spec
 from autopar.words.meshes import Mesh
-from autopar.words.placements import State, changed_axis, exchanges_along, step_collectives
+from autopar.words.placements import State, changed_axis, step_collectives
 from autopar.words.shards import elements_moved, local_shape
 from cost_models.chunked_exchange import ChunkedExchange
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
@@ -160,6 +162,12 @@ class Pricer:
         if priced is None:
             pieces, axes = cuts_of(rule, strategy.options, self.mesh)
             compute = self._compute(graph, node, rule, strategy, pieces)
+            joined = [i for i in joined_gradients(rule, strategy.names) if grads_of(graph, node)[0][i]]
+            if joined:
+                ins = [(graph.spec(node.refs[i]), strategy.ins[i]) for i in joined]
+                n_bytes = 2 * sum(self.local_bytes(spec, state) for spec, state in ins)
+                copied = self.costs.copy(self.device, n_bytes, ins[0][0].dtype)
+                compute = compute._replace(total=compute.total + copied, weights=compute.weights + copied)
             differentiable = any(grads_of(graph, node)[1])
             forward = self._inside(rule, pieces, axes, compute, False)
             both = self._inside(rule, pieces, axes, compute, True) if differentiable else forward
@@ -212,7 +220,7 @@ class Pricer:
         pieces, axes = cuts_of(rule, strategy.options, self.mesh)
         differentiable, sizes = any(grads_of(graph, node)[1]), self.mesh.size_of
         seconds = {"first": (0.0, 0.0), "last": (0.0, 0.0)}
-        ends = {f: [JOINED.join(names) for names, _ in exchanges_along(of_factor)] for f, of_factor in axes.items()}
+        ends = {f: [JOINED.join(e.axes) for e in exchanges_along(of_factor)] for f, of_factor in axes.items()}
         for comm, axis, n_bytes, times in collectives_inside(rule, pieces, axes, differentiable, sizes):
             if comm.when and axis == ends[comm.factor][-1 if comm.when == "first" else 0]:
                 spent = self.axes[axis].seconds(comm.kind, n_bytes) * times
@@ -257,7 +265,7 @@ class Pricer:
                 now = now._replace(there=now.there + seconds, chunks=comm.chunks)
             elif comm.chunks > 1:
                 now = now._replace(back=now.back + seconds, chunks=comm.chunks)
-            elif comm.when == "last" and exchanges_along(axes[comm.factor])[-1][1] > 1:
+            elif comm.when == "last" and exchanges_along(axes[comm.factor])[-1].chunks > 1:
                 now = now._replace(beyond=now.beyond + seconds)
             else:
                 blocking += seconds

@@ -7,8 +7,8 @@ from itertools import product
 
 from autopar.rules.axis_options import Option
 from autopar.rules.notation import Rule
-from autopar.rules.option_names import exchange_written
 from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, ends_gradients, grads_of, options_of
+from autopar.words.exchanges import exchange_written
 from autopar.words.graph import Graph, Node
 from autopar.words.meshes import Mesh
 from autopar.words.shards import fits
