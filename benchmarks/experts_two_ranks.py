@@ -2,16 +2,20 @@
 
 Both live in the same two processes with one thread each and take turns, in an order that rotates. The layer is
 Mixtral's; by hand each rank has half of the experts, tokens go to their expert and back, the router is data parallel.
-Ratios are of medians, autopar over the other: below 1 is faster.
-``python benchmarks/experts_two_ranks.py [--runs 15] [--tokens 2048]``
+Ratios are of medians, autopar over the other: below 1 is faster. With ``--ways``, other ways to make autopar's exchange
+take turns, too, and each ratio is over the first of them.
+``python benchmarks/experts_two_ranks.py [--runs 15] [--tokens 2048] [--ways travel travel/2 travel@2]``
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,25 +98,30 @@ class ByHand(nn.Module):
         return total / n
 
 
-def measured(tokens: int, runs: int) -> dict[str, Any]:
-    """Seconds of every step on this rank."""
+def measured(tokens: int, runs: int, ways: Sequence[str]) -> dict[str, Any]:
+    """Seconds of every step on this rank, of autopar by each way to make its exchange and by hand."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layer = Layer()
     x, y = torch.randn(4, tokens // 4, HIDDEN), torch.randn(4, tokens // 4, HIDDEN)
     hand = ByHand(layer)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
-    mine = autopar.parallelize(layer, mesh, (x, y), constraints={"block*:expert_block*": {"expert": "travel"}})
+    every = {
+        way: autopar.parallelize(
+            copy.deepcopy(layer), mesh, (x, y), constraints={"block*:expert_block*": {"expert": way}}
+        )
+        for way in ways
+    }
     chosen = autopar.plan(Layer(), "local-x2", (x, y), mesh="expert=2")
     picks = [op for name, op in chosen.stages[0].ops.items() if "expert_block" in name]
 
-    def autopar_step() -> torch.Tensor:
-        loss = mine(x, y)
+    def autopar_step(way: str) -> torch.Tensor:
+        loss = every[way](x, y)
         loss.backward()
         return loss.detach()
 
-    optimizers = {name: torch.optim.SGD(m.parameters(), 0.1) for name, m in (("autopar", mine), ("by hand", hand))}
-    steps = {"autopar": autopar_step, "by hand": lambda: hand.step(x, y)}
+    optimizers = {name: torch.optim.SGD(m.parameters(), 0.1) for name, m in (*every.items(), ("by hand", hand))}
+    steps = {**{way: partial(autopar_step, way) for way in ways}, "by hand": partial(hand.step, x, y)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     for run in range(runs + 2):
@@ -133,14 +142,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--ways", nargs="+", default=["travel"])
     given = parser.parse_args()
-    of_rank = run_local(measured, 2, given.tokens, given.runs)[0]
+    ways: list[str] = given.ways
+    of_rank = run_local(measured, 2, given.tokens, given.runs, ways)[0]
     medians = {name: statistics.median(all_of) for name, all_of in of_rank["seconds"].items()}
-    worst = max(abs(a - b) for a, b in zip(*of_rank["losses"].values(), strict=True))
-    ratio = medians["autopar"] / medians["by hand"]
-    cpu = medians["autopar, CPU"] / medians["by hand, CPU"]
+    losses = of_rank["losses"].values()
+    worst = max(max(of_step) - min(of_step) for of_step in zip(*losses, strict=True))
+    ratio = medians[ways[0]] / medians["by hand"]
+    cpu = medians[f"{ways[0]}, CPU"] / medians["by hand, CPU"]
+    among = {way: medians[way] / medians[ways[0]] for way in ways[1:]}
     print(json.dumps({"seconds": medians, "ratio": ratio, "CPU ratio": cpu, "losses differ by": worst,
-                      "autopar alone chooses": of_rank["chosen"]}))  # fmt: skip
+                      "ratios of ways": among, "autopar alone chooses": of_rank["chosen"]}))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,7 @@ from written_experts import LAYERS, SomeExperts
 from zoo_wide import WIDE
 
 import autopar
+from autopar.errors import RunError
 from autopar.lower import emit
 from autopar.torch_private import TorchDispatchMode
 
@@ -221,3 +222,60 @@ def beside(name: str) -> dict[str, Any]:
         "same": all(torch.equal(_whole(a.detach()), _whole(b.detach())) for a, b in zip(*results, strict=True)),
         "worst": max(float((a - b).abs().max()) for a, b in zip(whole, wanted, strict=True)),
     }
+
+
+def exchanged(name: str, sizes: tuple[int, ...], ways: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:
+    """Train and evaluate with each of the ways to exchange rows.
+
+    Returns by way: how far losses, gradients and the loss in eval mode are from one process, and whether all numbers
+    are those of the first way to the last bit.
+    """
+    names = ("data", "tensor")[: len(sizes)]
+    results: dict[tuple[str, ...], Any] = {}
+    first: list[torch.Tensor] = []
+    for way in ways:
+        model, batches = PLAIN[name]() if name in PLAIN else of_the_zoo(name)
+        alone, (args, kwargs) = copy.deepcopy(model), batches[0]
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        pins = {"*expert_block*": dict(zip(names, way, strict=True))}
+        pm = autopar.parallelize(model, mesh, args, example_kwargs=kwargs, constraints=pins)
+        numbers = []
+        for m in (pm, alone):
+            loss = _loss(m(*args, **kwargs))
+            loss.backward()
+            gradients = [_whole(grad) for grad in _gradients(m)]
+            m.eval()
+            with torch.no_grad():
+                numbers.append([loss.detach(), *gradients, _loss(m(*args, **kwargs))])
+        mine, theirs = numbers
+        first = first or mine
+        worst = max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True))
+        results[way] = worst, all(map(torch.equal, mine, first))
+    return results
+
+
+def exceeded() -> str:
+    """All rows go to one rank, where at most 1.5 times an equal share may."""
+    torch.manual_seed(1)
+    model = Stack("SharedExpert").double()
+    x, y = torch.randn(4, 4, HIDDEN, dtype=torch.float64).expand(2, 4, 4, HIDDEN)[:, :1].expand(2, 4, 4, HIDDEN)
+    x = x[:, :1].expand(4, 4, HIDDEN).contiguous()  # every row alike, so all want the same experts
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("expert",))
+    pm = autopar.parallelize(model, mesh, (x, y), constraints={"*expert_block*": {"expert": "travel@1.5"}})
+    try:
+        pm(x, y)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def in_chunks() -> list[str]:
+    """What happens in a step in two chunks."""
+    torch.manual_seed(2)
+    model = Stack("SharedExpert").double()
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("expert",))
+    pm = autopar.parallelize(model, mesh, (x, y), constraints={"*expert_block*": {"expert": "travel/2"}})
+    with Events() as events:
+        pm(x, y).backward()
+    return events.log

@@ -92,3 +92,51 @@ def test_shared_experts_are_computed_while_rows_travel(name: str) -> None:
 def test_shared_experts_beside_rows_on_four_ranks() -> None:
     for rank in run_local(several, 4, "experts", {"SharedExpert": ("beside", "SharedExpert")}):
         assert_computed_beside(rank)
+
+
+def assert_exchanged(ranks: list[dict[str, Any]]) -> None:
+    """Each way gives the numbers of one process; those that keep the order of rows the same to the last bit."""
+    for rank in ranks:
+        for name, results in rank.items():
+            for way, (worst, same) in results.items():
+                assert worst < 1e-6, (name, way)
+                joins = [any("+" in axis for axis in which) for which in (way, next(iter(results)))]
+                assert same or joins[0] != joins[1], (name, way)
+
+
+def test_chunks_and_bounds_change_no_bit() -> None:
+    ways = [("travel",), ("travel/2",), ("travel@max",), ("travel/2@max",)]
+    cases = {name: ("exchanged", name, (2,), ways) for name in ("balanced", "mixtral_batched")}
+    assert_exchanged(run_local(several, 2, "experts", cases))
+
+
+@pytest.mark.slow
+def test_chunks_and_bounds_of_other_experts() -> None:
+    ways = [("travel",), ("travel/2",), ("travel/2@max",)]
+    cases = {name: ("exchanged", name, (2,), ways) for name in ("deepseek_v3", "switch", "Counts", "GatheredMatrices")}
+    assert_exchanged(run_local(several, 2, "experts", cases))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("mixtral_batched", marks=pytest.mark.slow)])
+def test_experts_over_two_axes(name: str) -> None:
+    """Attention has two ranks of tensor parallelism, experts four."""
+    ways = [("travel", "travel"), ("travel", "travel+"), ("travel", "travel+@max")]
+    assert_exchanged(run_local(several, 4, "experts", {name: ("exchanged", name, (2, 2), ways)}))
+
+
+def test_rows_above_a_bound_are_an_error() -> None:
+    for rank in run_local(several, 2, "experts", {"exceeded": ("exceeded",)}):
+        assert "of this rank's 16 rows to each rank of axis 'expert' is exceeded, and no row is dropped" in rank["exceeded"]
+
+
+def test_products_run_while_other_chunks_travel() -> None:
+    """All chunks are sent before a product, and the first one's results before the last one's rows are waited for."""
+    for rank in run_local(several, 2, "experts", {"": ("in_chunks",)}):
+        log = rank[""]
+        assert log.count("begin") == log.count("wait") == 8  # two chunks, there and back, in both passes
+        for half in (log[: len(log) // 2], log):
+            first = half.index("begin")
+            assert half[first + 1] == "begin"
+        begins = [k for k, event in enumerate(log) if event == "begin"]
+        waits = [k for k, event in enumerate(log) if event == "wait"]
+        assert begins[2] < waits[1] and "product" in log[waits[0] : begins[2]]  # results go home, others still travel
