@@ -103,7 +103,8 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     axes = JoinableAxes(costs, plan.mesh.size_of, plan.devices)
     with fake_world(plan.mesh) as mesh:
         names = {str(mesh.get_group(name).group_name): name for name in plan.mesh.names}
-        names |= {str(group_along(joined).group_name): JOINED.join(joined) for joined in joinable_axes(graph, plan.mesh)}
+        several = joinable_axes(graph, plan.mesh)
+        names |= {str(group_along(joined).group_name): JOINED.join(joined) for joined in several}
         if types:
             typecheck(program)
         with as_on_gpu() if kernels.gpu else nullcontext():

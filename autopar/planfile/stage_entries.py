@@ -19,7 +19,15 @@ from autopar.plans.regather import waiting
 from autopar.rules.axis_options import Option
 from autopar.rules.option_names import WHOLE, factor_and_block, listed, option_written
 from autopar.rules.registry import rules_of
-from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, options_of, why_not_cut, why_not_exchanged
+from autopar.rules.strategy import (
+    Strategy,
+    blocks_named,
+    can_be_cut,
+    combine,
+    options_of,
+    why_not_cut,
+    why_not_exchanged,
+)
 from autopar.words.graph import Graph, Ref
 from autopar.words.labels import op_labels
 from autopar.words.meshes import Mesh

@@ -132,8 +132,8 @@ def why_not_exchanged(rule: Rule, names: Sequence[str], mesh: Mesh) -> str:
             of_rows = prod(size for name, _, size in large if factor_and_block(name)[0] in (f, rows))
             if rule.sizes[rows] % of_rows:
                 return (
-                    f"'{large[cut[-1]][0]}': {rule.sizes[rows]} rows do not divide over {of_rows} ranks, and a bound is "
-                    "for as many on each; use a batch that divides, or no bound"
+                    f"'{large[cut[-1]][0]}': {rule.sizes[rows]} rows do not divide over {of_rows} ranks, and a bound "
+                    "is for as many on each; use a batch that divides, or no bound"
                 )
     return ""
 

@@ -29,8 +29,9 @@ def planned(make: Any, mesh: str, pins: dict[str, str]) -> tuple[Any, Plan, Any,
     model, kwargs = make()
     captured = autopar.capture(model, (), example_kwargs=kwargs)
     cluster = load_cluster("local-x4" if "," in mesh else "local-x2")
+    constraints = {"*expert_block*": pins} if pins else None
     plan = autopar.plan(
-        model, cluster, (), example_kwargs=kwargs, captured=captured, mesh=mesh, constraints={"*expert_block*": pins} if pins else None
+        model, cluster, (), example_kwargs=kwargs, captured=captured, mesh=mesh, constraints=constraints
     )
     return captured, plan, cluster, kwargs, model
 

@@ -1,8 +1,8 @@
 """Rows that travel to the rank that has their expert, and back: all-to-all with as many rows for each rank as want it.
 
-Nothing is dropped and nothing is padded, so how many rows a rank gets is known only when the program runs: ranks tell
-each other how many rows they send for each expert, and the host reads these numbers once for each call, since torch
-makes tensors of sizes that the host knows.
+Nothing is dropped, and without a bound nothing is padded, so how many rows a rank gets is known only when the program
+runs: ranks tell each other how many rows they send for each expert, and the host reads these numbers once for each
+exchange, since torch makes tensors of sizes that the host knows. With a bound the device alone knows them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import spmd_types as spmd
 import torch
 from torch.distributed import ProcessGroup
 
-from autopar.rules.lowering_helpers.local_shard import n_shards
-from autopar.rules.lowering_helpers.lowering_trial import COUNTED, Begun, in_trial
 from autopar.errors import RunError
 from autopar.rules.lowering_helpers.joined_axes import group_along
+from autopar.rules.lowering_helpers.local_shard import n_shards
+from autopar.rules.lowering_helpers.lowering_trial import COUNTED, Begun, in_trial
 from autopar.torch_private import FakeTensor, LocalIntNode, LocalTensor, assert_async, functional_collectives
 from autopar.words.exchanges import Exchange
 from autopar.words.trees import Context
@@ -102,9 +102,9 @@ class Trip:
         if in_trial() or isinstance(to_each, FakeTensor):
             return
         what = (
-            f"the bound of {each} of this rank's {self.n_rows} rows to each rank of axis '{self.axis}' is exceeded, and "
-            f"no row is dropped: pin the experts to a larger bound than @{self.exchange.bound:g}, to @max (all rows fit), "
-            "or to 'travel' without one, for which the host reads how many rows there are"
+            f"the bound of {each} of this rank's {self.n_rows} rows to each rank of axis '{self.axis}' is exceeded, "
+            f"and no row is dropped: pin the experts to a larger bound than @{self.exchange.bound:g}, to @max (all "
+            "rows fit), or to 'travel' without one, for which the host reads how many rows there are"
         )
         if to_each.device.type == "cpu" and not isinstance(to_each, LocalTensor):
             most = int(to_each.max())

@@ -43,8 +43,8 @@ def groups_of(
     """List all groups of a pipeline, in the order in which they are made.
 
     One of all ranks, for what is the same everywhere (the loss); of each stage one along each axis of its mesh, and
-    over several axes where a parameter is gathered, or rows are exchanged, over them at once; the holders of tied parameters; and a channel for
-    each ordered pair of ranks that talks.
+    over several axes where a parameter is gathered, or rows are exchanged, over them at once; the holders of tied
+    parameters; and a channel for each ordered pair of ranks that talks.
 
     Args:
         holders: the ranks that have the same shard of a tied parameter, for each shard.

@@ -425,10 +425,13 @@ class Builder:
         return chains, chain_of
 
     def _quickest(self, node: Node, rule: Rule, strategy: Strategy) -> Strategy | None:
-        """Return the quickest of the ways to make the exchanges of a strategy that pins allow; None if there is none."""
+        """Return the quickest of the ways to make the exchanges of a strategy that pins allow; None if none is.
+
+        A bound may be exceeded when the program runs: whoever wants one pins it.
+        """
         ways = in_all_ways(self.graph, node, rule, self.pricer.mesh, strategy)
         pinned = [] if self.allowed is None else [s for s in ways if self.allowed(node, s)]
-        ways = [s for s in ways if not any(map(is_bounded, s.names))]  # a bound may be exceeded: whoever wants it pins it
+        ways = [s for s in ways if not any(map(is_bounded, s.names))]
         if self.allowed is not None:
             ways = [s for s in ways if s in pinned] or pinned
         if len(ways) < 2:

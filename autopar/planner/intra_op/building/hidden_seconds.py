@@ -81,12 +81,13 @@ def hidden_of(
     if forth.chunks > 1:
         own = pricer.compute(graph, node, rule, strategy)
         behind = own.total - own.forward
+        alone = back.backward(behind)
         return Hidden(
             forth.forward(own.forward) + first.forward + last.forward
             - forth.forward(own.forward, first.forward, last.forward),
-            back.backward(behind) + first.backward + last.backward - back.backward(behind, first.backward, last.backward),
-            back.backward(behind) + first.split + last.split - back.backward(behind, first.split, last.split),
-        )
+            alone + first.backward + last.backward - back.backward(behind, first.backward, last.backward),
+            alone + first.split + last.split - back.backward(behind, first.split, last.split),
+        )  # fmt: skip
     waits, total = pricer.waits(graph, node, rule, strategy), Hidden()
     for when, beside_it in (("first", first), ("last", last)):
         total += Hidden(*map(min, (waits[when][0], waits[when][1], waits[when][1]), beside_it))
