@@ -22,7 +22,7 @@ BOUNDS = ("1.5", "2", "4", "max")
 """What may be written of an exchange."""
 
 
-class Exchange(NamedTuple):
+class RowExchange(NamedTuple):
     """How rows are exchanged.
 
     Attributes:
@@ -53,17 +53,17 @@ def without_exchange(name: str) -> str:
     return name[: len(name) - len(exchange_written(name))]
 
 
-def exchange_of(name: str) -> tuple[bool, Exchange]:
+def exchange_of(name: str) -> tuple[bool, RowExchange]:
     """Return whether an exchange is one with that along the axis before, and how it is made; its axes are left out."""
     found = _END.search(name)
     assert found is not None
     bound = math.inf if found[3] == "max" else float(found[3] or 0)
-    return bool(found[1]), Exchange((), int(found[2] or 1), bound)
+    return bool(found[1]), RowExchange((), int(found[2] or 1), bound)
 
 
-def exchanges_along(texts: Sequence[str]) -> list[Exchange]:
+def exchanges_along(texts: Sequence[str]) -> list[RowExchange]:
     """Return the exchanges along axes, in order; each text is an axis with what is written of its exchange."""
-    exchanges: list[Exchange] = []
+    exchanges: list[RowExchange] = []
     for text in texts:
         joined, exchange = exchange_of(text)
         before = exchanges.pop().axes if joined else ()

@@ -257,9 +257,12 @@ def exchanged(name: str, sizes: tuple[int, ...], ways: Sequence[tuple[str, ...]]
 def exceeded() -> str:
     """All rows go to one rank, where at most 1.5 times an equal share may."""
     torch.manual_seed(1)
-    model = Stack("SharedExpert").double()
-    x, y = torch.randn(4, 4, HIDDEN, dtype=torch.float64).expand(2, 4, 4, HIDDEN)[:, :1].expand(2, 4, 4, HIDDEN)
-    x = x[:, :1].expand(4, 4, HIDDEN).contiguous()  # every row alike, so all want the same experts
+    model = LAYERS["SharedExpert"]().double()
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        x[..., 0] = 10
+        model.gate.weight.zero_()
+        model.gate.weight[2:, 0] = torch.tensor([3.0, 2.0])  # the last two experts of four, both of one rank
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("expert",))
     pm = autopar.parallelize(model, mesh, (x, y), constraints={"*expert_block*": {"expert": "travel@1.5"}})
     try:

@@ -19,7 +19,7 @@ from autopar.planner.intra_op.building.price import pricer
 from autopar.plans.plan import Plan
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_in_plan
-from autopar.words.exchanges import Exchange, exchange_of, exchange_written, exchanges_along, without_exchange
+from autopar.words.exchanges import RowExchange, exchange_of, exchange_written, exchanges_along, without_exchange
 from autopar.words.meshes import Mesh
 from cost_models.chunked_exchange import ChunkedExchange
 from hardware_profiles import load_cluster
@@ -48,11 +48,11 @@ def recounted(make: Any, mesh: str, pins: dict[str, str]) -> tuple[Plan, Report]
 
 
 def test_names() -> None:
-    assert exchange_of("travel+/4@1.5") == (True, Exchange((), 4, 1.5)) and exchange_of("h*2") == (False, Exchange(()))
+    assert exchange_of("travel+/4@1.5") == (True, RowExchange((), 4, 1.5)) and exchange_of("h*2") == (False, RowExchange(()))
     assert without_exchange("travel+/4@max") == "travel" and exchange_written("tensor*64") == ""
-    assert exchanges_along(["data", "tensor+/2"]) == [Exchange(("data", "tensor"), 2)]
-    assert exchanges_along(["data", "tensor/2"]) == [Exchange(("data",)), Exchange(("tensor",), 2)]
-    assert Exchange((), 2, 1.5).rows_to_each(64, 4) == 12 and Exchange((), 1, float("inf")).rows_to_each(64, 4) == 64
+    assert exchanges_along(["data", "tensor+/2"]) == [RowExchange(("data", "tensor"), 2)]
+    assert exchanges_along(["data", "tensor/2"]) == [RowExchange(("data",)), RowExchange(("tensor",), 2)]
+    assert RowExchange((), 2, 1.5).rows_to_each(64, 4) == 12 and RowExchange((), 1, float("inf")).rows_to_each(64, 4) == 64
 
 
 def test_first_and_last_chunk_are_waited_for() -> None:

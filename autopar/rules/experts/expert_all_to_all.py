@@ -20,7 +20,7 @@ from autopar.rules.lowering_helpers.joined_axes import group_along
 from autopar.rules.lowering_helpers.local_shard import n_shards
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, Begun, in_trial
 from autopar.torch_private import FakeTensor, LocalIntNode, LocalTensor, assert_async, functional_collectives
-from autopar.words.exchanges import Exchange
+from autopar.words.exchanges import RowExchange
 from autopar.words.trees import Context
 from cost_models.joined_axes import JOINED
 
@@ -45,7 +45,7 @@ class Trip:
     """
 
     def __init__(
-        self, expert: torch.Tensor, n_experts: int, exchange: Exchange,
+        self, expert: torch.Tensor, n_experts: int, exchange: RowExchange,
         busiest: tuple[int, Sequence[float]] | None = None,
     ) -> None:  # fmt: skip
         self.ranks, self.exchange = n_shards(exchange.axes), exchange
@@ -79,8 +79,8 @@ class Trip:
             self.order = order.narrow(0, 0, _total([_total(sends) for sends, _ in ways]))
         """int [sent rows]: which rows are sent, chunk by chunk; the number of rows stands for one that is missing."""
         self.chunks = [
-            Chunk(self, number, *way, of_chunk)
-            for number, (way, of_chunk) in enumerate(zip(ways, experts, strict=True))
+            Chunk(self, number, sends, receives, of_chunk)
+            for number, ((sends, receives), of_chunk) in enumerate(zip(ways, experts, strict=True))
         ]
 
     def _bounded(self, order: torch.Tensor, leaving: torch.Tensor, each: int) -> torch.Tensor:
@@ -236,7 +236,8 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> Any:
-        return _in_place(grads, *ctx.saved_tensors, ctx.trip), None, None
+        [order] = ctx.saved_tensors
+        return _in_place(grads, order, ctx.trip), None, None
 
 
 class _Placed(torch.autograd.Function):
@@ -316,7 +317,7 @@ def _experts_of_bounded(arriving: torch.Tensor, each: int) -> torch.Tensor:
 
 
 def exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: ProcessGroup | None) -> torch.Tensor:
-    """Exchange rows: ``sends[k]`` of them go to rank k, which sends ``receives[k]`` back; None: equal parts."""
+    """RowExchange rows: ``sends[k]`` of them go to rank k, which sends ``receives[k]`` back; None: equal parts."""
     return set_out(rows, sends, receives, group)()
 
 

@@ -59,5 +59,7 @@ def _of_simulated(members: tuple[int, ...]) -> ProcessGroup:
         _simulated[()] = world
     if members not in _simulated:
         every = members == tuple(range(dist.get_world_size()))
-        _simulated[members] = world if every else dist.new_group(list(members))
+        group = world if every else dist.new_group(list(members))
+        assert isinstance(group, ProcessGroup)
+        _simulated[members] = group
     return _simulated[members]
