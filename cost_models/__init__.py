@@ -5,13 +5,11 @@
                         implement it and register on import (the last one imported is asked first)
 :mod:`.operator_cost`   seconds of an operator from a data sheet
 :mod:`.collective_cost` seconds of a collective; :mod:`.mesh_links`: the links it crosses; :mod:`.reshard_paths`: the
-                        links of a transfer; :mod:`.parameter_overlap`: exposed collectives of parameters
+                        links of a transfer; :mod:`.joined_axes`: several axes as one; :mod:`.parameter_overlap`:
+                        exposed collectives of parameters; :mod:`.chunked_exchange`: exchanges in chunks beside products
 :mod:`.host_link`       copies to and from the memory of the host, beside compute
 :mod:`.optimizer_bytes` bytes of optimizer state; :mod:`.matrix_steps`: who steps on which whole matrix (Muon), and the
                         work and bytes of that
-                        links of a transfer; :mod:`.joined_axes`: several axes as one; :mod:`.parameter_overlap`:
-                        exposed collectives of parameters; :mod:`.chunked_exchange`: exchanges in chunks beside products
-:mod:`.optimizer_bytes` bytes of optimizer state
 :mod:`.fitting`         curves fitted to measurements
 :mod:`.schedules`       schedules and their simulation; :mod:`.staging`: stages on unequal groups of devices
 :mod:`.serving`         engines that serve models: the work of a step, its seconds, queues

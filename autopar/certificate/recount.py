@@ -42,9 +42,9 @@ from cost_models import optimizer_state_bytes
 from cost_models.chunked_exchange import ChunkedExchange
 from cost_models.costs import Axis, Costs, OpSeconds, StageWork, costs_of
 from cost_models.host_link import HostCopies, copies_of
+from cost_models.joined_axes import JOINED, JoinableAxes
 from cost_models.matrix_steps import WholeMatrix, iteration_seconds, loads
 from cost_models.optimizer_bytes import MUON
-from cost_models.joined_axes import JOINED, JoinableAxes
 from cost_models.parameter_overlap import (
     HIDES_ALL,
     TENSOR,

@@ -48,11 +48,13 @@ def recounted(make: Any, mesh: str, pins: dict[str, str]) -> tuple[Plan, Report]
 
 
 def test_names() -> None:
-    assert exchange_of("travel+/4@1.5") == (True, RowExchange((), 4, 1.5)) and exchange_of("h*2") == (False, RowExchange(()))
+    assert exchange_of("travel+/4@1.5") == (True, RowExchange((), 4, 1.5))
+    assert exchange_of("h*2") == (False, RowExchange(()))
     assert without_exchange("travel+/4@max") == "travel" and exchange_written("tensor*64") == ""
     assert exchanges_along(["data", "tensor+/2"]) == [RowExchange(("data", "tensor"), 2)]
     assert exchanges_along(["data", "tensor/2"]) == [RowExchange(("data",)), RowExchange(("tensor",), 2)]
-    assert RowExchange((), 2, 1.5).rows_to_each(64, 4) == 12 and RowExchange((), 1, float("inf")).rows_to_each(64, 4) == 64
+    assert RowExchange((), 2, 1.5).rows_to_each(64, 4) == 12
+    assert RowExchange((), 1, float("inf")).rows_to_each(64, 4) == 64
 
 
 def test_first_and_last_chunk_are_waited_for() -> None:

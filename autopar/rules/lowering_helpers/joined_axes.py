@@ -20,7 +20,7 @@ _simulated: dict[tuple[int, ...], ProcessGroup] = {}
 
 
 def find_groups_in(finder: Finder) -> Finder:
-    """Have groups looked up by a function of their ranks, and of a group along one of the axes."""
+    """Look groups up by a function of their ranks, and of a group along one of the axes."""
     _finders.append(finder)
     return finder
 

@@ -31,7 +31,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError, RunError
 from autopar.rules.lowering_helpers.joined_axes import find_groups_in
-from autopar.runtime.ranks.presence import name_of
 from autopar.runtime.ranks.store_meeting import any_of
 from autopar.runtime.ranks.store_names import name_of, next_number
 from autopar.torch_private import GROUP_NAME, has_other_groups, timeout_of_world

@@ -36,9 +36,9 @@ from autopar.words.shards import elements_moved, local_shape
 from cost_models.chunked_exchange import ChunkedExchange
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
 from cost_models.host_link import HostCopies, copies_of
+from cost_models.joined_axes import JOINED, JoinableAxes
 from cost_models.matrix_steps import iteration_seconds
 from cost_models.optimizer_bytes import MUON
-from cost_models.joined_axes import JOINED, JoinableAxes
 from cost_models.parameter_overlap import HIDES_NOTHING, TENSOR, Shares, shares_of, tensor_exposed
 from hardware_profiles import Cluster, Device
 from hardware_profiles.measurements import op_key, tensor_text
