@@ -47,8 +47,8 @@ class PinnedChoices:
         self.host = HostStorage(graph, options.offload, self.params)
         if self.host.is_asked and options.versions.number > 1:
             raise PlanError(
-                f"a pipeline that keeps {options.versions.number} versions of its weights keeps them on the device: leave "
-                "offload to activations, or plan for a schedule that drains"
+                f"a pipeline that keeps {options.versions.number} versions of its weights keeps them on the device: "
+                "leave offload to activations, or plan for a schedule that drains"
             )
         if self.host.is_asked and options.optimizer == MUON:
             raise PlanError(
