@@ -7,7 +7,8 @@
 :mod:`.collective_cost` seconds of a collective; :mod:`.mesh_links`: the links it crosses; :mod:`.reshard_paths`: the
                         links of a transfer; :mod:`.joined_axes`: several axes as one; :mod:`.parameter_overlap`:
                         exposed collectives of parameters; :mod:`.chunked_exchange`: exchanges in chunks beside products
-:mod:`.host_link`       copies to and from the memory of the host, beside compute
+:mod:`.host_link`       copies to and from the memory of the host, beside compute; :mod:`.host_step`: an optimizer's
+                        step there
 :mod:`.optimizer_bytes` bytes of optimizer state; :mod:`.matrix_steps`: who steps on which whole matrix (Muon), and the
                         work and bytes of that
 :mod:`.fitting`         curves fitted to measurements

@@ -85,8 +85,19 @@ class _Event:
 class _Stream:
     """The only one there is: what is put on it has happened at once."""
 
+    def __init__(self, _: Any = None) -> None:
+        pass
+
     def wait_stream(self, _: Any) -> None:
         pass
+
+    def wait_event(self, _: Any) -> None:
+        pass
+
+    def record_event(self) -> _Event:
+        event = _Event()
+        event.record()
+        return event
 
     def synchronize(self) -> None:
         pass
@@ -97,6 +108,7 @@ _THE_STREAM = _Stream()
 
 class _Module(_DummyBackendModule):
     Event = _Event
+    Stream = _Stream
 
     def current_stream(self, _: Any = None) -> _Stream:
         return _THE_STREAM

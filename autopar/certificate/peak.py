@@ -27,7 +27,7 @@ from autopar.certificate.recount import Report
 from autopar.lower.collectives import state_step
 from autopar.lower.emit import lower
 from autopar.lower.freed_tensors import EMPTIED
-from autopar.lower.program import Slot
+from autopar.lower.program import Program, Slot
 from autopar.planner.intra_op.pins.options import device_limit
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.plans.stepped_by import matrices_of, stepped_by
@@ -87,25 +87,22 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
         moments = {node.target: graph.moments(node).item_bytes for _, node in graph.of_kind("param")}
         states = [
             torch.empty(optimizer_state_bytes(by[name], x.numel(), moments[name]), dtype=torch.uint8)
-            for name, x in stored.items() if x.requires_grad
+            for name, x in stored.items() if x.requires_grad and not plan.params[name].on_host
         ]  # fmt: skip
         count = Allocations(EMPTIED)
         for name in graph.arriving:
             count.note(outside[name])  # no name of this function may hold it
-        for x in (*stored.values(), *states):
+        for x in (*(x for name, x in stored.items() if not plan.params[name].on_host), *states):
             count.note(x)
+        for name, x in stored.items():
+            if plan.params[name].on_host:
+                count.ignore(x)
         for slot in program.slots:
             if slot.kind == "buffer" and graph.forward_only:
                 count.note(outside[slot.name])
         with count:
             count.phase = "gathering parameters"
-            used = {
-                slot.name: _used(stored[slot.name], slot, plan.params[slot.name], plan)
-                for slot in program.slots if slot.kind == "param"
-            }  # fmt: skip
-            per_use = [x for name, x in used.items() if _is_gathered_per_use(plan.params[name], x, stored[name])]
-            for x in per_use:
-                count.ignore(x)
+            used, per_use = _gathered(stored, program, plan, count)
             wanted: list[Arrived] = []
             for name in graph.arriving:
                 if torch.is_floating_point(outside[name]):
@@ -219,6 +216,37 @@ class _WaitsInPlace(TorchDispatchMode):
         if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+def _gathered(
+    stored: Mapping[str, torch.Tensor], program: Program, plan: StagePlan, count: Allocations
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Return the parameters as the program takes them, and the copies that live for one use, which are not counted."""
+    used: dict[str, torch.Tensor] = {}
+    per_use: list[torch.Tensor] = []
+    for slot in (slot for slot in program.slots if slot.kind == "param"):
+        choice = plan.params[slot.name]
+        piece = _copied_in(stored[slot.name]) if choice.on_host else stored[slot.name]
+        x = used[slot.name] = _used(piece, slot, choice, plan)
+        if choice.on_host and x.untyped_storage()._cdata != piece.untyped_storage()._cdata:
+            count.ignore(piece)  # it is freed when it is gathered
+        if _is_gathered_per_use(choice, x, stored[slot.name]):
+            count.ignore(x)
+            per_use.append(x)
+    return used, per_use
+
+
+def _copied_in(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the device of what is stored on the host, whose gradient leaves the device."""
+    copy = x.detach().clone().requires_grad_(x.requires_grad)
+    if x.requires_grad:
+        copy.register_post_accumulate_grad_hook(_leaves)
+    return copy
+
+
+def _leaves(x: torch.Tensor) -> None:
+    """Give up a gradient that is copied out to the host."""
+    x.grad = None
 
 
 def _is_gathered_per_use(choice: ParamChoice, used: torch.Tensor, stored: torch.Tensor) -> bool:

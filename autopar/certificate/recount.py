@@ -41,7 +41,8 @@ from autopar.words.shards import elements_moved, local_shape
 from cost_models import optimizer_state_bytes
 from cost_models.chunked_exchange import ChunkedExchange
 from cost_models.costs import Axis, Costs, OpSeconds, StageWork, costs_of
-from cost_models.host_link import HostCopies, copies_of
+from cost_models.host_link import HostCopies, copies_of, devices_of_a_host, host_copies
+from cost_models.host_step import host_step_seconds
 from cost_models.joined_axes import JOINED, JoinableAxes
 from cost_models.matrix_steps import WholeMatrix, iteration_seconds, loads
 from cost_models.optimizer_bytes import MUON
@@ -115,12 +116,18 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     parameter_bytes, gradient_bytes, optimizer_bytes = _stored(plan, graph)
     buffer_bytes = _buffers(plan, graph) if graph.forward_only else 0
     collectives = _parameters(plan, graph, axes, costs.bucket_bytes, frozenset(), report, HIDES_ALL)
+    collectives = collectives.plus(_host_copies(plan, graph, cluster, device, frozenset()))
     first = _first_parameters(graph, costs.bucket_bytes)
     shares = shares_of(cluster)
     may_hide = _parameters(plan, graph, axes, costs.bucket_bytes, first, None, shares)
+    if shares.gathers > 0:
+        may_hide = may_hide.plus(_host_copies(plan, graph, cluster, device, first))
     seconds = collectives.of_step(plan.microbatches)
     waits = exposed(collectives, may_hide, computing, shares).of_step(plan.microbatches)
     overhead, once = _beside_operators(plan, graph, costs, device)
+    of_host = _of_host(plan, graph)
+    if of_host:
+        once += host_step_seconds(plan.optimizer, sum(of_host.values()), host_of(cluster, device))
     report.price = replace(
         report.price, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes, optimizer_bytes=optimizer_bytes,
         buffer_bytes=buffer_bytes, version_bytes=_older_versions(plan, graph),
@@ -260,6 +267,8 @@ def _stored(plan: StagePlan, graph: Graph) -> tuple[int, int, int]:
     """Return the bytes of parameters, their gradients and the optimizer's state on one rank."""
     parameters = gradients = optimizer = 0
     for _, node in graph.of_kind("param"):
+        if plan.params[node.target].on_host:
+            continue
         n = prod(local_shape(node.out.shape, plan.params[node.target].stored, plan.mesh))
         each = graph.stored(node).item_bytes
         parameters += n * each
@@ -314,7 +323,8 @@ def _beside_operators(plan: StagePlan, graph: Graph, costs: Costs, device: Devic
             if node.needs_grad:
                 choice = plan.params[node.target]
                 used, stored = (prod(local_shape(node.out.shape, s, plan.mesh)) for s in (choice.used, choice.stored))
-                parameters.append((used * node.out.item_bytes, stored * graph.stored(node).item_bytes))
+                on_device = 0 if choice.on_host else stored
+                parameters.append((used * node.out.item_bytes, on_device * graph.stored(node).item_bytes))
         n_ops = sum(n.kind == "op" and n.needs_grad for n in graph.nodes)
         of_matrices, seconds = 0, 0.0
         if plan.optimizer == MUON:
@@ -398,6 +408,39 @@ def _parameters(
                 forward_each += seconds * (is_gather and use)
                 backward_each += seconds * (use and (node.needs_grad or not is_gather))
     return ParameterSeconds(gathers, reductions, forward_each, backward_each)
+
+
+def _host_copies(
+    plan: StagePlan, graph: Graph, cluster: Cluster, device: Device, without: frozenset[str]
+) -> ParameterSeconds:
+    """Return the seconds of copies between host and device, of all parameters stored there but those ``without``."""
+    seconds = ParameterSeconds()
+    for _, node in graph.of_kind("param"):
+        choice = plan.params[node.target]
+        if not choice.on_host or node.target in without:
+            continue
+        host = host_of(cluster, device)
+        n_bytes = prod(local_shape(node.out.shape, choice.stored, plan.mesh)) * graph.stored(node).item_bytes
+        there, back = host.to_device(n_bytes), host.to_host(n_bytes) if node.needs_grad else 0.0
+        if choice.lifetime == "step":
+            seconds = seconds.plus(ParameterSeconds(there, back))
+        else:
+            seconds = seconds.plus(ParameterSeconds(0.0, 0.0, there, there + back if node.needs_grad else 0.0))
+    return seconds
+
+
+def _of_host(plan: StagePlan, graph: Graph) -> dict[str, int]:
+    """Return the bytes of trained parameters that are stored on the host, on one rank, by name."""
+    return {
+        node.target: prod(local_shape(node.out.shape, plan.params[node.target].stored, plan.mesh))
+        * graph.stored(node).item_bytes
+        for _, node in graph.of_kind("param") if node.needs_grad and plan.params[node.target].on_host
+    }  # fmt: skip
+
+
+def host_of(cluster: Cluster, device: Device) -> HostCopies:
+    """Return the way from a device to its host, which all devices of a machine share."""
+    return host_copies(device, devices_of_a_host(cluster))
 
 
 def _claims(plan: StagePlan, report: Report, tolerance: float) -> None:

@@ -17,7 +17,7 @@ from itertools import pairwise, product
 from math import inf
 
 from autopar.capture import Captured
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.parallelizing.replanning import for_graph, stored_as
 from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.stage_pins import allows
@@ -80,8 +80,14 @@ def plan_buckets(
 
     Raises:
         InfeasibleError: a bucket has no plan at all.
+        PlanError: parameters may be stored on the host, which buckets cannot agree on.
     """
     request = options or Options()
+    if request.offload.optimizer is not None or request.offload.parameters is not None:
+        raise PlanError(
+            f"offload={request.offload.text}: plans of buckets are made one by one, and each would keep other "
+            "parameters on the host; leave offload out with shapes='buckets', or pad all batches to one shape"
+        )
     buckets = [size for size in graphs if size in set(trace)]
     alone = {size: plan_graph(graphs[size], cluster, mesh, request) for size in buckets}
     layouts: list[Layout] = []

@@ -25,7 +25,7 @@ from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.planning import Outcome, on_only_mesh, wishes_of
-from autopar.plans.plan import Pins, Plan, StagePlan
+from autopar.plans.plan import DEVICE, HOST, Pins, Plan, StagePlan
 from autopar.plans.stage_graphs import cut, hot_ops
 from autopar.rules.experts.expert_load import with_load
 from autopar.rules.notation import Rule
@@ -105,7 +105,7 @@ def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, clu
         names = {node.target: node for node in part.graph.nodes if node.kind in ("param", "buffer")}
         of_group = [plan.stages[s] for s in plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[part.number]]]
         stored = {
-            name: stored_as(choice.stored, names[name].needs_grad)
+            name: stored_as(choice.stored, names[name].needs_grad, choice.on_host if plan_options.offload else None)
             for stage in of_group for name, choice in stage.params.items() if name in names
         }  # fmt: skip
         if part.graph.forward_only:
@@ -169,9 +169,13 @@ def _first_stage(graph: Graph, node: Node, holders: Mapping[str, set[int]]) -> i
     return max((min(holders[name]) for name in params if name in holders), default=0)
 
 
-def stored_as(state: State, needs_grad: bool) -> str:
-    """Return how a parameter is stored, as a pin; replicated frozen ones are spelled differently."""
-    return ",".join(p if p.is_shard else replicated_placement(needs_grad) for p in state)
+def stored_as(state: State, needs_grad: bool, on_host: bool | None = None) -> str:
+    """Return how a parameter is stored, as a pin; replicated frozen ones are spelled differently.
+
+    ``on_host``: whether it is in the memory of the host; None where no plan says so.
+    """
+    how = ",".join(p if p.is_shard else replicated_placement(needs_grad) for p in state)
+    return how if on_host is None else f"{how} {HOST if on_host else DEVICE}"
 
 
 def for_graph(plan_options: Options, graph: Graph, stored: Mapping[str, str], mesh: Mesh) -> Options:

@@ -286,12 +286,12 @@ def _list(raw: Section, key: str) -> list[Any]:
 def _check_param(at: str, entry: Any, bad: FileErrors) -> None:
     if not bad.type(at, entry, dict):
         return
-    keys = ("stored", "used", "lifetime")
+    keys = ("stored", "used", "lifetime", "on_host")
     for key, item in entry.items():
         if key not in keys:
             bad.unknown(f"{at}.{key}", key, keys)
         else:
-            bad.type(f"{at}.{key}", item, str)
+            bad.type(f"{at}.{key}", item, bool if key == "on_host" else str)
     for key in ("stored", "used"):
         if key not in entry:
             bad.add(f"{at}.{key}", "is missing; add a placement such as S0,I")

@@ -207,7 +207,9 @@ class StageReader:
                     "time, the last axis first; store it as it is used, or whole",
                 )
                 continue
-            result[nodes[name]] = ParamChoice(stored, used, entry.get("lifetime", "step"))
+            result[nodes[name]] = ParamChoice(
+                stored, used, entry.get("lifetime", "step"), entry.get("on_host", False)
+            )
         return result
 
     def places(self, section: str, kind: str) -> dict[str, State]:

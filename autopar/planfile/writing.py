@@ -15,7 +15,7 @@ from autopar.planfile.file_errors import Section
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.plan_completion import demand
 from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT, REGATHER
-from autopar.plans.plan import VERSION, Pins, Plan, StagePlan, one_stage, reshard_key
+from autopar.plans.plan import HOST, VERSION, Pins, Plan, StagePlan, one_stage, reshard_key
 from autopar.plans.stage_graphs import cut
 from autopar.rules.option_names import as_written
 from autopar.rules.registry import rules_of
@@ -95,7 +95,10 @@ def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> Section:
         **({"in_flight": stage.in_flight} if stage.in_flight != 1 else {}),
         "ops": _ops(stage, graph),
         "params": {
-            pattern: {"stored": c.stored.text, "used": c.used.text, "lifetime": c.lifetime}
+            pattern: {
+                "stored": c.stored.text, "used": c.used.text, "lifetime": c.lifetime,
+                **({"on_host": True} if c.on_host else {}),
+            }
             for pattern, c in compress([n.target for _, n in graph.of_kind("param")], stage.params.__getitem__)
         },
         "buffers": {
@@ -205,7 +208,7 @@ def decisions(plan: StagePlan) -> str:
     others = [e for e in plan.memory.items() if e[0] not in (RECOMPUTE.name, REGATHER.name, RECOMPUTE_RESULT.name)]
     return digest(
         plan.fingerprint, plan.mesh, sorted(plan.ops.items()),
-        sorted((k, v.stored, v.used, v.lifetime) for k, v in plan.params.items()),
+        sorted((k, v.stored, v.used, v.lifetime, *([HOST] if v.on_host else [])) for k, v in plan.params.items()),
         sorted(plan.buffers.items()), sorted(plan.inputs.items()), plan.outputs, plan.recompute,
         plan.gather_again, *([plan.make_again] if plan.make_again else []), *others,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from autopar.capture.in_parts import refused_rows
 from autopar.capture.microbatches import first_part, numbers_of_parts, rows_of, taken_of_batch
 from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
 from autopar.planner.effort import EFFORT
+from autopar.planner.host_bytes import notes_on_host
 from autopar.planner.inter_op.exact.exact_stages import Exact
 from autopar.planner.inter_op.simulating.order import check_name
 from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
@@ -98,11 +99,6 @@ def find(
     graph = with_load(captured.graph, request.pins.expert_load)
     offload = parse_offload(request.pins.offload)
     check_modules(graph, offload.patterns)
-    if offload.optimizer or offload.parameters or (offload and offload.activations is None):
-        raise PlanError(
-            f"offload is '{offload.text}', and only activations can be kept on the host yet; ZeRO divides the other "
-            "states among devices (params={'*': 'S0'})"
-        )
     loaded = captured if graph is captured.graph else replace(captured, graph=graph)
     outcome = _on_some_devices(model, loaded, example, cluster, n, request, name or cluster.name, runs, say)
     graph = outcome.captured.graph
@@ -290,7 +286,8 @@ def on_only_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, n
 def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
     """Return the plan of a whole model on one mesh (:func:`~autopar.planner.intra_op.mesh_plan.plan_graph`)."""
     stage = plan_graph(graph, cluster, mesh, options)
-    return Plan.alone(stage, name, pins, (*notes_on(graph), *note_on_small(graph, pins.params, [stage])))
+    notes = *notes_on(graph), *note_on_small(graph, pins.params, [stage]), *notes_on_host(graph, [stage], cluster)
+    return Plan.alone(stage, name, pins, notes)
 
 
 def on_best_mesh(
@@ -384,7 +381,8 @@ def in_stages(
     )  # fmt: skip
     planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
     small = note_on_small(graph, pins.params, planned.plan.stages)
-    notes = (*planned.plan.notes, *notes_on(graph), *small, *next_best(planned))
+    on_host = notes_on_host(graph, planned.plan.stages, cluster)
+    notes = (*planned.plan.notes, *notes_on(graph), *small, *on_host, *next_best(planned))
     return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
 
 

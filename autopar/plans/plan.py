@@ -29,6 +29,8 @@ from cost_models.schedules.actions import Action, Schedule, check_size
 VERSION = 2
 """The version of plan files (:mod:`autopar.planfile`)."""
 LIFETIMES = ("step", "use")
+HOST, DEVICE = MEMORIES = "host", "device"
+"""Where a parameter is stored, in pins."""
 
 Recompute = tuple[tuple[str, str], ...]
 """Segments ``(first op, last op)``, runs of operators in execution order that are recomputed in the backward."""
@@ -43,11 +45,24 @@ class ParamChoice:
         used: placement in which the program takes it.
         lifetime: how long a gathered copy lives: ``step`` (gathered once; ZeRO-1/2) or ``use`` (regathered for
             the backward; ZeRO-3).
+        on_host: what is stored is in the memory of the host, and so are its gradient and the state of the optimizer,
+            which steps there. The device has a copy, for a step or for one use.
     """
 
     stored: State
     used: State
     lifetime: str = "step"
+    on_host: bool = False
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the program reads a copy, not what is stored itself, formats apart."""
+        return self.on_host or self.stored != self.used
+
+    def pinned(self, moves: bool) -> str:
+        """Return the pin of how it is stored, ``S0,I``; with ``host`` or ``device`` where it may be in either."""
+        memory = HOST if self.on_host else DEVICE
+        return f"{','.join(self.stored)} {memory}" if moves or self.on_host else ",".join(self.stored)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.plans.offload_options import parse_offload
-from autopar.plans.plan import LIFETIMES, Pins
+from autopar.plans.plan import LIFETIMES, MEMORIES, Pins
 from autopar.plans.plan_options import BY_NAME, MOST_AXES, PLAN_OPTIONS
 from autopar.words.load_shares import MEASURED, parse_load
 from autopar.words.meshes import Mesh
@@ -179,9 +179,9 @@ def _check_tables(option: Mapping[str, Any]) -> None:
 
 
 def parse_kept(text: str, mesh: Mesh | None, where: str) -> str:
-    """Return how a parameter is to be stored, normalized: ``replicate``, ``S0,I`` or with a lifetime ``S0,I use``.
+    """Return how a parameter is to be stored, normalized: ``replicate``, ``S0,I``, with a lifetime ``S0,I use``.
 
-    In this spelling.
+    Behind them may stand ``host`` or ``device``: where it is stored.
 
     ``mesh``: None if it is still to be chosen; then the number of placements is not checked; ``where``: whose words
     they are, for messages.
@@ -191,14 +191,19 @@ def parse_kept(text: str, mesh: Mesh | None, where: str) -> str:
         MeshError: one of the placements is none, or there are more or fewer than axes.
     """
     words = re.sub(r"\s*,\s*", ",", text.strip()).split()
-    if words == [REPLICATE]:
-        return words[0]
-    if len(words) not in (1, 2):
-        raise PlanError(f"{where}: '{text}' has {len(words)} words; write 'replicate', or like 'S0,I' or 'S0,I use'")
-    if len(words) == 2 and words[1] not in LIFETIMES:
+    if len(words) not in (1, 2, 3):
         raise PlanError(
-            f"{where}: '{words[1]}' is no lifetime; write '{words[0]} step' (gathered once a step), '{words[0]} use' "
-            f"(gathered again for the backward), or '{words[0]}' for whichever is cheaper"
+            f"{where}: '{text}' has {len(words)} words; write 'replicate', or like 'S0,I', 'S0,I use' or 'S0,I use "
+            "host'"
         )
+    for word in words[1:]:
+        if word not in (*LIFETIMES, *MEMORIES) or words.count(word) > 1:
+            raise PlanError(
+                f"{where}: '{word}' is no lifetime; write '{words[0]} step' (gathered once a step), '{words[0]} use' "
+                f"(gathered again for the backward), or '{words[0]}' for whichever is cheaper, each with 'host' or "
+                "'device' behind it, where it is to be stored"
+            )
+    if words[0] == REPLICATE:
+        return " ".join(words)
     axes = mesh if mesh is not None else Mesh([("", 1)] * (words[0].count(",") + 1))
     return " ".join([State.parse(words[0], axes, where).text, *words[1:]])

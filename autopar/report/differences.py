@@ -151,8 +151,9 @@ def _param_texts(plan: Plan) -> dict[str, str]:
     texts: dict[str, str] = {}
     for choice in reversed(plan.stages):
         for name, c in choice.params.items():
-            life = f", per {c.lifetime}" if c.stored != c.used else ""
-            texts[name] = f"stored {c.stored.text}, used {c.used.text}{life}"
+            life = f", per {c.lifetime}" if c.is_copied else ""
+            where = " on the host" if c.on_host else ""
+            texts[name] = f"stored {c.stored.text}{where}, used {c.used.text}{life}"
     return texts
 
 

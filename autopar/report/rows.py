@@ -90,6 +90,7 @@ class ParamRow:
     collectives: tuple[Collective, ...]
     stored_bytes: int
     seconds: float
+    on_host: bool = False
 
 
 def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequence[Rule | None], label: str) -> OpRow:
@@ -272,7 +273,7 @@ def param_rows(graph: Graph, plan: StagePlan, priced: Pricer) -> list[ParamRow]:
             ParamRow(
                 pattern if len(names) > 1 else names[0], len(names), node.out.shape, node.out.dtype,
                 choice.stored.text, choice.used.text, choice.lifetime, collectives,
-                len(names) * cost.parameter_bytes, len(names) * cost.seconds,
+                len(names) * cost.parameter_bytes, len(names) * cost.seconds, choice.on_host,
             )
         )  # fmt: skip
     return rows

@@ -78,7 +78,8 @@ def param_table(rows: Sequence[ParamRow], show_bytes: Show, show_seconds: Show) 
     for r in rows:
         table.add_row(
             Text(r.name + (f" (x {r.count})" if r.count > 1 else "")), " ".join(map(str, r.shape)) or "scalar",
-            r.stored, r.used, r.lifetime if r.stored != r.used else "", collectives_text(r.collectives),
+            f"{r.stored} on the host" if r.on_host else r.stored, r.used,
+            r.lifetime if r.on_host or r.stored != r.used else "", collectives_text(r.collectives),
             show_bytes(r.stored_bytes), show_seconds(r.seconds) if r.seconds else "",
         )  # fmt: skip
     return table
@@ -118,7 +119,8 @@ def file_tables(raw: Facts) -> list[FittedTable]:
         ops.add_row(Text(pattern), *(_blank(entry.get(axis, "")) for axis in axes))
     params = FittedTable("parameters", "stored", "used", "lifetime", title="parameters by pattern", title_style="bold")
     for pattern, entry in raw["params"].items():
-        params.add_row(Text(pattern), entry["stored"], entry["used"], entry.get("lifetime", "step"))
+        stored = f"{entry['stored']} on the host" if entry.get("on_host") else entry["stored"]
+        params.add_row(Text(pattern), stored, entry["used"], entry.get("lifetime", "step"))
     return [ops, params]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isinf
 
@@ -116,7 +116,9 @@ def _params(
             by = stepped_by(graph, node, plan.optimizer)
             return P.cost(node.out, node.needs_grad, choice, priced, by, plan.microbatches, policy)
 
-        others = [now] if use == now.used else P.choices(node.out, node.needs_grad, [use], plan.mesh)
+        others = [now] if use == now.used else [
+            replace(choice, on_host=now.on_host) for choice in P.choices(node.out, node.needs_grad, [use], plan.mesh)
+        ]  # fmt: skip
         limit = cost(now).n_bytes
         fitting = [c for c in others if cost(c).n_bytes <= limit]
         if fitting:

@@ -8,6 +8,7 @@
 :mod:`.search`       the fastest layouts of a trainer, and what the restriction to them costs
 :mod:`.restriction`  what the restriction to a trainer costs, and which of its choices costs it
 :mod:`.model_facts`  what trainers ask of a model; :mod:`.stages`: which blocks the stages of a plan hold
+:mod:`.host_shares`  what a plan keeps on the host, as shares
 :mod:`.field_lists`  the fields of a trainer, as data beside its modules; :mod:`.strict_yaml`: its yaml as plain values
 :mod:`.exporting`    from a plan to the folder that a person runs; :mod:`.starting`: the scripts that start it
 :mod:`.pricing`      from a trainer's own file to seconds and bytes, and the changes that would help most

@@ -19,6 +19,7 @@ from autopar.plans.clusters import get_cluster
 from autopar.plans.memory_decisions import OFFLOAD
 from autopar.plans.plan import Plan
 from autopar.report import Facts
+from autopar.targets.host_shares import check_said
 from autopar.targets.model_facts import facts_of
 from autopar.targets.search import TargetSearch, misfit
 from autopar.targets.space import Words, per_node, refusal, storages, tried
@@ -147,6 +148,7 @@ class Exporter:
                 f"{found.plan.pins.layout}: {_moved(found.plan)} are moved to the memory of the host, which files of "
                 f"{self.target.name} cannot say; leave offload out"
             )
+        check_said(self.target, found)
         found = remembering(self.target.name, found)
         export = Export(
             found, self.loaded, self.captured, self.model, self.hardware, self.where, self.rows, self.sequence,
@@ -230,7 +232,8 @@ def _otherwise(plan: Plan, other: Plan) -> tuple[int, int]:
     pairs = list(zip(plan.stages, other.stages, strict=True))
     ops = sum(a.ops.get(name) != how for a, b in pairs for name, how in b.ops.items())
     params = sum(
-        (kept := a.params.get(name)) is None or (kept.stored, kept.used) != (how.stored, how.used)
+        (kept := a.params.get(name)) is None
+        or (kept.stored, kept.used, kept.on_host) != (how.stored, how.used, how.on_host)
         for a, b in pairs for name, how in b.params.items()
     )  # fmt: skip
     return ops, params

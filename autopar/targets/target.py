@@ -185,6 +185,7 @@ class Target:
         reads: whether a file is one of this trainer, by its suffix and its contents.
         read: reads it; raises :class:`ConfigError` with the field that is unknown or cannot be honoured.
         environment: what it wants of the environment of every rank.
+        offloads: what its files can keep on the host: ``optimizer``, ``parameters`` (:mod:`.host_shares`).
     """
 
     name: str
@@ -196,3 +197,4 @@ class Target:
     reads: Callable[[Source], bool] | None = None
     read: Callable[[Source], Config] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    offloads: tuple[str, ...] = ()

@@ -6,15 +6,17 @@ import copy
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerator import NAME, Accelerator, register
+from accelerator import NAME, Accelerator, OnDevice, register
 from emulated_nccl import BACKEND
 from procs import cases, pipelines
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from zoo import ZOO, Case, loss_of
 from zoo_wide import WIDE
@@ -29,6 +31,7 @@ from autopar.profiling.ops import passes_of
 from autopar.runtime.as_module.spreading import on_mesh, pipelined
 from autopar.runtime.gradients import gradient_reduction
 from autopar.runtime.parameters import gathering
+from autopar.runtime.parameters.host_memory import is_on_host
 from autopar.runtime.ranks.groups import abort_groups
 from autopar.runtime.ranks.presence import alive
 from autopar.torch_private import default_store, no_dispatch_modes
@@ -48,8 +51,8 @@ STEPS = 6
 """All are compared between the ranks, but from the fourth call on nobody waits for that."""
 
 
-def all_trained(configs: Sequence[Config]) -> list[tuple[float, list[list[str]]]]:
-    return [trained(config) for config in configs]
+def all_trained(configs: Sequence[Config], on_host: str = "") -> list[tuple[float, list[list[str]]]]:
+    return [trained(config, on_host) for config in configs]
 
 
 def faults(configs: Sequence[Config], compared: int) -> dict[str, str]:
@@ -104,10 +107,20 @@ def planned(config: Config) -> tuple[Any, Any, Any]:
     return case, captured, cases.make_plan(captured, config)
 
 
-def trained(config: Config) -> tuple[float, list[list[str]]]:
-    """How far losses on the accelerator are from those on the CPU, and what each step on it did that it should not."""
+def trained(config: Config, on_host: str = "") -> tuple[float, list[list[str]]]:
+    """How far losses on the accelerator are from those on the CPU, and what each step on it did that it should not.
+
+    Args:
+        on_host: how long copies live of parameters that are stored in the memory of the host; empty if none are.
+    """
     begin_world(f"cpu:gloo,{NAME}:{BACKEND}")
     case, captured, plan = planned(config)
+    if on_host:
+        plan = replace(plan, stages=tuple(
+            replace(stage, params={
+                name: replace(choice, on_host=True, lifetime=on_host) for name, choice in stage.params.items()
+            }) for stage in plan.stages
+        ))  # fmt: skip
 
     def made(device: str) -> Any:
         model = copy.deepcopy(case.model)
@@ -145,6 +158,9 @@ def trained(config: Config) -> tuple[float, list[list[str]]]:
         pm = made(NAME)
         pm.compare_every = config.microbatches if isinstance(config, cases.Config) else 1  # once a step
         optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2, foreach=True)
+        for param in pm.parameters() if on_host else ():
+            local = param.to_local() if isinstance(param, DTensor) else param
+            assert is_on_host(param) and local.device.type == "cpu" and not isinstance(local, OnDevice)
         losses, seen = [], []
         for number in range(STEPS):
             with accelerator.watching() as waits:

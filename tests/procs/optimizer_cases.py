@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,10 +93,16 @@ VARIANTS: dict[str, Maker] = {
     "SGD momentum fused": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
 }
 
+BESIDE_A_HOST = Path(__file__).parents[1] / "data" / "beside-a-host.toml"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "cut": {"constraints": {"*linear*": {"data": "n"}}},
     "rows": {"constraints": {"*linear*": {"data": "b"}}},
     "ZeRO-3": {"constraints": {"*linear*": {"data": "b"}}, "params": {"*t.*": "S0 use"}},
+    "host": {"constraints": {"*linear*": {"data": "n"}}, "cluster": BESIDE_A_HOST, "offload": {"optimizer": 1}},
+    "host ZeRO-3": {
+        "constraints": {"*linear*": {"data": "b"}}, "params": {"*t.*": "S0 use"}, "cluster": BESIDE_A_HOST,
+        "offload": {"parameters": 1},
+    },
 }
 
 

@@ -42,6 +42,21 @@ def test_no_step_waits() -> None:
     ])  # fmt: skip
 
 
+@pytest.mark.parametrize("lifetime", ["step", "use"])
+def test_parameters_on_the_host(lifetime: str) -> None:
+    """Values and gradients cross where they must, and nowhere else; the host waits for gradients alone."""
+    configs = [
+        cases.Config("gpt2", Mesh.of(data=2), clip=1.0), cases.Config("mlp", Mesh.of(data=2), microbatches=2),
+        pipelines.Config("gpt2", "1f1b", (ONE, ONE), 2, seed=1, clip=1.0),
+    ]  # fmt: skip
+    for rows in run_local(all_trained, 2, configs, lifetime, timeout=600):
+        for config, (worst, seen) in zip(configs, rows, strict=True):
+            assert worst <= 1e-4, (config, worst)
+            lines = [line for step in seen[COMPARED:] for line in step]
+            others = [line for line in lines if "reads from" in line or "is waited for" in line]
+            assert others and all("host_memory." in line or "_scaled" in line for line in others), (config, others[:4])
+
+
 @pytest.mark.slow
 def test_what_a_profile_is_made_of_is_measured_there() -> None:
     """By its events, with messages between its ranks; on clusters that have more devices than measure."""

@@ -60,7 +60,8 @@ class ParameterEntry:
     lifetime: Annotated[str, "how long a gathered copy lives: step or use"]
     collectives: Annotated[list[CollectiveEntry], "gathers, and reductions of gradients"]
     stored_bytes: Annotated[int, "parameters, gradients and optimizer state"]
-    seconds: Annotated[float, "their collectives"]
+    seconds: Annotated[float, "their collectives, and copies between host and device"]
+    on_host: Annotated[bool, "stored in the memory of the host, where the optimizer steps on them"] = False
 
 
 @dataclass(frozen=True, kw_only=True)

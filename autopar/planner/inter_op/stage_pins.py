@@ -66,7 +66,7 @@ def allows(mesh: Mesh, options: Options) -> bool:
     """Return whether a mesh can honour the options: it has the axes, and as many as the placements."""
     axes = set(mesh.names)
     states: list[Sequence[str]] = [*(options.inputs or {}).values(), *(options.outputs or {}).values()]
-    states += [how.split(",") for how in (options.params or {}).values() if how != REPLICATE]
+    states += [how.split(",") for how in (options.params or {}).values() if how.split()[0] != REPLICATE]
     return options.named_axes <= axes and all(len(state) == len(mesh) for state in states)
 
 

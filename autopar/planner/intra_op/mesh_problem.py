@@ -87,7 +87,7 @@ class MeshProblem:
             dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
             options.in_flight, self.segments, choose_recompute, choices, options.blocks, self.stored,
             self.stored_states, offloads=options.offload.chooses_activations, asked=self.asked,
-            versions=options.versions.number,
+            versions=options.versions.number, in_memories=pins.host.choices if pins.host.is_asked else None,
         ).build()  # fmt: skip
         if choose_recompute:
             self.recomputable = decoder.recomputable

@@ -282,7 +282,7 @@ def _price(  # noqa: PLR0913  (the terms of a price)
         compute * microbatches, (moved_seconds + inside) * microbatches, collectives,
         collectives - load.exposed().of_step(microbatches),
         microbatches * (extra.forward + extra.backward) if extra is not None else 0.0,
-        extra.step if extra is not None else 0.0,
+        load.host_seconds + (extra.step if extra is not None else 0.0),
         totals[0], totals[1], totals[2], totals[3] + peak,
         in_flight * holds.kept_bytes + lives_again, lives_again,
         buffer_bytes=_buffer_bytes(graph, pricer, buffers) if graph.forward_only else 0,

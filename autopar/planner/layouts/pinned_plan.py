@@ -21,6 +21,7 @@ from autopar.planner.intra_op.building.parameter_sharding import choices
 from autopar.planner.intra_op.memory.recompute import patterns_in
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.offload_choice import check_host_memory, moved_to_host
+from autopar.planner.intra_op.pins.host_storage import on_host_in_layout
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.layouts.dim_classes import DimClasses
 from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, SHARD, TENSOR, OperatorCuts, strategy_of
@@ -172,7 +173,7 @@ class _Pinned:
             said.groups, schedules=(said.schedule,) if said.groups > 1 else (), microbatches=said.microbatches,
             mesh=said.mesh, memory_limit_bytes=None if limit is None else int(limit),
             recompute=tuple(options.recompute), precision=self.graph.precision, expert_load=self.graph.expert_load,
-            layout=said.words,
+            layout=said.words, offload=options.offload.text,
         )  # fmt: skip
 
     @cached_property
@@ -300,7 +301,20 @@ class _Pinned:
             cut_by = {a for a, (p, u) in enumerate(zip(choice.stored, used, strict=True)) if p.is_shard != u.is_shard}
             return len(cut_by ^ sharded), choice.lifetime != lifetime
 
-        return min(offered, key=rank)
+        best = min(offered, key=rank)
+        lifetime_there = self._on_host(node.target)
+        if lifetime_there is None:
+            return best
+        return replace(best, lifetime=USE if USE in (lifetime_there, best.lifetime) else STEP, on_host=True)
+
+    def _on_host(self, name: str) -> str | None:
+        """Return how long a copy on the device lives of a parameter that is stored on the host; None if it is not."""
+        return self._host.get(name)
+
+    @cached_property
+    def _host(self) -> dict[str, str]:
+        """The lifetimes of copies of what is stored on the host, by name."""
+        return on_host_in_layout(self.graph, self.said.options.offload)
 
     def _used(self, uses: Sequence[State], grad: bool) -> State:
         """Return the state in which a parameter is used: what all readers want; whole where they differ."""

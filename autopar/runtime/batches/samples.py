@@ -107,16 +107,18 @@ class Seen:
         """
         for name, param in named:
             local: torch.Tensor = param
+            on_processor = param.device.type == "cpu"
             cuts: list[tuple[int, int, int]] = []
             if isinstance(param, DTensor):
                 local = param._local_tensor
+                on_processor = param.device_mesh.device_type == "cpu"  # gradients of what is on the host are a device's
                 place = param.device_mesh.get_coordinate() or ()
                 cuts = [
                     (placement.dim, param.device_mesh.size(axis), place[axis])
                     for axis, placement in enumerate(param.placements) if isinstance(placement, Shard)
                 ]  # fmt: skip
             self.copies.append((name, tuple(cuts)))
-            self._sample(local, near=not first and local.device.type != "cpu")
+            self._sample(local, near=not first and not on_processor)
 
     def _sample(self, x: torch.Tensor, near: bool) -> None:
         self.near.append(near)

@@ -39,6 +39,7 @@ class _Travel:
         self.work: Any = None
         self.keep: torch.Tensor | None = None
         self.padded: ReshardStep | None = None
+        self.leaves = held_params[0].carrier is not None
 
     def launch(self) -> None:
         """Begin the next collective; slices on the way are done at once."""
@@ -111,7 +112,8 @@ class Reducer:
         if n_bytes >= min(ALONE_BYTES, self.limit) or not _fits_bucket(stages):
             self._send(_Travel([held_param], grad, stages, flat=False))
             return
-        key = (tuple((reshard_step.backward, id(reshard_step.group)) for reshard_step in stages), grad.dtype)
+        ways = tuple((reshard_step.backward, id(reshard_step.group)) for reshard_step in stages)
+        key = ways, grad.dtype, held_param.carrier
         self.open.setdefault(key, []).append((held_param, grad))
         self.filled[key] = self.filled.get(key, 0) + n_bytes
         if self.filled[key] >= self.limit:
@@ -135,6 +137,9 @@ class Reducer:
         self.travels.append(travel)
         if len(self.travels) > 2 and self.travels[-3].stages:
             self.travels[-3].launch()
+        for earlier in [each for each in self.travels[:-1] if each.leaves]:  # the device needs their memory
+            self.travels.remove(earlier)
+            earlier.give()
 
     def finish(self) -> None:
         """Send what is left, wait for everything, and hand over."""

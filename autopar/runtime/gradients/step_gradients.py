@@ -19,6 +19,7 @@ from autopar.errors import RunError
 from autopar.runtime.gradients.gradient_reduction import Reducer, bucket_bytes
 from autopar.runtime.gradients.taking_part import InStep, Took
 from autopar.runtime.parameters.prefetch import GatherOrder
+from autopar.runtime.parameters.redistribution import dense
 from autopar.runtime.parameters.state import HeldParam, give
 from autopar.torch_private import autograd_engine, current_backward
 from autopar.words.trees import Context
@@ -130,7 +131,7 @@ class Gradients:
 
     def listen(self, held_param: HeldParam) -> None:
         """Hear when a leaf has its gradient; call it for every new leaf."""
-        if not (held_param.adjoint or held_param.per_use or held_param.casts):
+        if not (held_param.adjoint or held_param.per_use or held_param.casts or held_param.carrier is not None):
             return
 
         # a tensor's hooks are out of reach for the collector of garbage: what they held would stay for ever
@@ -159,11 +160,14 @@ class Gradients:
         if held_param.casts:
             self._ready_wide(held_param, leaf)
             return
-        if (self.defer and not held_param.per_use) or not held_param.adjoint:
+        if (self.defer and not held_param.per_use) or not (held_param.adjoint or held_param.carrier):
             return
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
-        self.reducer.add(held_param, grad)
+        if held_param.adjoint:
+            self.reducer.add(held_param, grad)
+        else:
+            held_param.add(dense(grad).to(held_param.param.dtype))
 
     def _ready_wide(self, held_param: HeldParam, leaf: torch.Tensor) -> None:
         """Accept the gradient of a parameter that is cast; sums over microbatches and ranks use a wider format."""
@@ -171,7 +175,9 @@ class Gradients:
         if grad is not None:
             grad = grad.to(self.reducer.dtype() or held_param.param.dtype)
             held_param.wide = grad if held_param.wide is None else held_param.wide.add_(grad)
-        if held_param.wide is None or (self.defer and not (held_param.per_use and held_param.adjoint)):
+        if held_param.wide is None or (
+            self.defer and not (held_param.per_use and (held_param.adjoint or held_param.carrier))
+        ):
             return
         grad, held_param.wide = held_param.wide, None
         if held_param.adjoint:
@@ -193,7 +199,10 @@ class Gradients:
                     has_grad = held_param.leaf.grad is not None
                     if held_param.casts and (has_grad or held_param.wide is not None):
                         self._ready_wide(held_param, held_param.leaf)
-                    elif held_param.adjoint and has_grad and (last or (by_hand and held_param.per_use)):
+                    elif (
+                        (held_param.adjoint or held_param.carrier) and has_grad
+                        and (last or (by_hand and held_param.per_use))
+                    ):  # fmt: skip
                         self._ready(held_param, held_param.leaf)
                 self.reducer.finish()
                 self.schedule.end()
@@ -265,7 +274,7 @@ class Gradients:
         self.reducer.drop()
         for held_param in self.held_params:
             held_param.leaf.grad = None
-            held_param.sum = held_param.wide = None
+            held_param.drop_sum()
 
     def drop(self) -> None:
         """Forget a forward or backward that failed, with its pending gathers."""

@@ -234,6 +234,9 @@ def recordable(run: ParallelRun, call: ModuleCall, recorder: StepRecorder | None
     hooked = [name for name, param in run.named_parameters() if has_hooks(param)]
     if hooked:
         reasons.append(f"hooks of parameters ({', '.join(hooked[:3])})")
+    there = [held.name for held in stage.held_params.values() if held.carrier is not None]
+    if there:
+        reasons.append(f"parameters in the memory of the host ({', '.join(there[:3])}), where the optimizer steps")
     if reasons:
         raise RunError(
             f"the step cannot be recorded as a CUDA graph, for a replay runs no Python: {'; '.join(reasons[:3])}. Call "

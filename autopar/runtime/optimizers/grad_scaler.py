@@ -65,8 +65,8 @@ def share_overflows(params: Iterable[torch.nn.Parameter], device: torch.device, 
     overflow = torch.zeros((), device=device)
     if pieces:
         largest = [torch.linalg.vector_norm(piece, torch.inf) for piece in pieces]  # each in its own dtype
-        overflow = (~torch.stack([norm.isfinite() for norm in largest])).any().float()
+        overflow = (~torch.stack([norm.isfinite().to(device) for norm in largest])).any().float()
     dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
     if pieces:
         first = pieces[0].view(-1)[:1] if pieces[0].is_contiguous() else pieces[0][(slice(0, 1),) * pieces[0].dim()]
-        first.add_(torch.where(overflow > 0, torch.inf, 0.0).to(first.dtype))
+        first.add_(torch.where(overflow > 0, torch.inf, 0.0).to(first.device, first.dtype))

@@ -4,6 +4,7 @@
 :mod:`.state`         a parameter as it is stored and as it is used; :mod:`.redistribution`: the collectives between the
                       two
 :mod:`.gathering`     parameters that are gathered together; :mod:`.prefetch`: when
+:mod:`.host_memory`   parameters in the memory of the host: copies of values in, of gradients out
 :mod:`.init`          values of models that have none yet
 :mod:`.user_module`   the module as its user wrote it, and how it becomes that again to be captured;
                       :mod:`.old_parameters`: the parameters that it had before

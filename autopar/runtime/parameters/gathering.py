@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autopar.runtime.parameters.host_memory import HostCarrier
 from autopar.runtime.parameters.redistribution import ReshardStep, apply, padded_to, stacked, unstack
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.ranks.collectives import all_gather_flat
@@ -34,8 +35,15 @@ class Unit:
         self.flat: torch.Tensor | None = None
         self.ready = False
         self.waiting = 0
+        self.carrier = held_params[0].carrier
+        self.is_carried_only = all(held_param.is_carried_only for held_param in held_params)
         for held_param in self.held_params:
             held_param.unit = self
+
+    @property
+    def comes_early(self) -> bool:
+        """Whether it is copied from the host into memory that is there all the time, so that nothing is to wait for."""
+        return self.is_carried_only and not self.per_use
 
     def expire(self) -> None:
         """Expire gathered values, which may differ from those stored: in-place updates of a DTensor leave no trace."""
@@ -52,8 +60,25 @@ class Unit:
             for held_param in self.held_params:
                 n = prod(held_param.used_shape) * held_param.leaf.element_size()
                 held_param.leaf.untyped_storage().resize_(n)
-        if not self.together:
-            return
+        if self.carrier is not None:
+            self._carry_in(self.carrier)
+        elif self.together:
+            self._start_gather()
+
+    def _carry_in(self, carrier: HostCarrier) -> None:
+        """Begin to copy in what is stored on the host, and to gather it."""
+        with carrier.coming_in():
+            if self.together:
+                self._start_gather()
+            elif self.is_carried_only:
+                for held_param in self.held_params:
+                    assert held_param.local is not None
+                    held_param.leaf.data.copy_(held_param.local, non_blocking=True)
+                self.work = carrier.begun()
+            else:
+                return  # a few collectives, one after another, where it is needed
+
+    def _start_gather(self) -> None:
         reshard_step = gather_of(self.held_params[0])
         if self.direct:
             # .data has a version counter of its own: a backend may write, and count, at any time until it is waited for
@@ -70,6 +95,10 @@ class Unit:
         if self.ready:
             return
         self.start()
+        if self.is_carried_only:
+            self.finish_work()
+            self.ready = True
+            return
         if not self.together:
             for held_param in self.held_params:
                 x = held_param.piece
@@ -134,12 +163,14 @@ def gather_of(held_param: HeldParam) -> ReshardStep:
 
 
 def same_gather(a: HeldParam, b: HeldParam) -> bool:
-    """Check that two parameters may share a gather."""
+    """Check that two parameters may share a gather, or are copied from the host together."""
+    if a.is_carried_only and b.is_carried_only:
+        return a.choice.lifetime == b.choice.lifetime
     if not (coalesces(a) and coalesces(b)) or a.choice.lifetime != b.choice.lifetime:
         return False
     ga, gb = gather_of(a), gather_of(b)
     dtypes = [held_param.dtype for held_param in (a, b)]
-    return ga.group is gb.group and dtypes[0] == dtypes[1]
+    return ga.group is gb.group and dtypes[0] == dtypes[1] and a.carrier is b.carrier
 
 
 def make_units(held_params: Sequence[HeldParam]) -> list[Unit]:

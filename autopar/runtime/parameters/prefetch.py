@@ -44,6 +44,7 @@ class GatherOrder:
             for unit in self.units:
                 unit.expire()
         self._start(range(AHEAD + 1))
+        self._start(i for i, unit in enumerate(self.units) if unit.comes_early)
 
     def _start(self, numbers: Iterable[int]) -> None:
         """Begin to gather the units in `numbers` that are read."""

@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RunError
 from autopar.rules.families.sharded_random import bits_at
+from autopar.runtime.parameters.state import wrapped_as
 from autopar.torch_private import OPTIMIZER_STATES
 from autopar.words.precision import Precision
 from autopar.words.shards import shard_of
@@ -245,9 +246,7 @@ def _back(value: PyTree, wide: Any, param: torch.Tensor, entry: _Kept | None, po
     local = _narrow(wide, _dtype(entry.policy.moments), param, entry, position)
     if not isinstance(param, DTensor):
         return local
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return wrapped_as(param, local)
 
 
 def _narrow(wide: torch.Tensor, dtype: torch.dtype, param: torch.Tensor, entry: _Kept, position: int) -> torch.Tensor:

@@ -23,7 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.errors import RunError
 from autopar.plans.plan import ParamChoice
+from autopar.runtime.parameters.host_memory import GradientToHost, HostCarrier, carrier_of
 from autopar.runtime.parameters.redistribution import Cut, ReshardStep, dense, gather, of_its_own, reshard_steps
+from autopar.runtime.ranks.devices import device_of
+from autopar.torch_private import DTensorSpec, TensorMeta
 from autopar.words.meshes import Mesh
 from autopar.words.placements import REPLICATED, State, shard
 from autopar.words.shards import Box, box_of, local_shape
@@ -113,11 +116,28 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtensor(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh) -> DTensor:
-    """Wrap a local tensor as a DTensor, without communication."""
+    """Wrap a local tensor as a DTensor, without communication, in whatever memory it is."""
     stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local, device_mesh, torch_placements(state), run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    if local.device.type == device_mesh.device_type:
+        return DTensor.from_local(
+            local, device_mesh, torch_placements(state), run_check=False, shape=torch.Size(shape), stride=stride
+        )
+    return _where_it_is(local, device_mesh, torch_placements(state), torch.Size(shape), stride)
+
+
+def wrapped_as(param: DTensor, local: torch.Tensor) -> DTensor:
+    """Wrap a local tensor placed as a parameter, in whatever memory it is."""
+    return _where_it_is(local, param.device_mesh, param.placements, param.shape, param.stride())
+
+
+def _where_it_is(
+    local: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[TorchPlacement], shape: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:  # fmt: skip
+    """Make a DTensor of a local tensor; ``DTensor.from_local`` would move it to the device of the mesh."""
+    meta = TensorMeta(shape=shape, stride=stride, dtype=local.dtype)
+    spec = DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def state_of(tensor: DTensor) -> State:
@@ -199,6 +219,8 @@ class HeldParam:
         trained: its gradient was planned; a parameter that is frozen for a while keeps that.
         sum: this rank's part of the gradient of the step that is under way, reduced; the parameter gets it at the end.
             What needs no reduction waits as the leaf's own gradient.
+        carrier: copies it between host and device; None where it is stored on the device.
+        arriving: for a parameter on the host, gradients that were sent there and are not in `sum` yet.
         wide: for a parameter that is cast, gradients of this step's microbatches, in the format that they are added up
             in, which are still to be reduced.
         changed: called when there is another stored parameter, or it wants a gradient or does so no more.
@@ -214,7 +236,13 @@ class HeldParam:
         self.reshard_steps = reshard_steps(name, choice, shape, device_mesh, mesh)
         self.dtype = dtype or self.param.dtype
         self.casts = self.dtype != self.param.dtype
-        self.alias = all(step.forward == "none" for step in self.reshard_steps) and not self.casts
+        self.carrier: HostCarrier | None = (
+            carrier_of(torch.device(device_of(device_mesh))) if choice.on_host else None
+        )
+        self.arriving: list[GradientToHost] = []
+        is_as_used = all(step.forward == "none" for step in self.reshard_steps) and not self.casts
+        self.alias = is_as_used and not choice.on_host
+        self.is_carried_only = is_as_used and choice.on_host
         self.adjoint = tuple(step for step in reversed(self.reshard_steps) if step.backward != "none")
         self.used_shape = local_shape(shape, choice.used, mesh, at)
         self.stored_shape = local_shape(shape, choice.stored, mesh, at)
@@ -276,7 +304,8 @@ class HeldParam:
             if self.alias:
                 self.leaf = local if plain else local.detach()
             elif self.leaf.shape != self.used_shape or self.leaf.dtype != self.dtype:
-                self.leaf = local.new_empty(self.used_shape, dtype=self.dtype)
+                device = local.device if self.carrier is None else self.carrier.device
+                self.leaf = torch.empty(self.used_shape, dtype=self.dtype, device=device)
                 if self.per_use:
                     self.leaf.untyped_storage().resize_(0)
         if self.leaf.requires_grad is not wanted:
@@ -287,9 +316,13 @@ class HeldParam:
 
     @property
     def piece(self) -> torch.Tensor:
-        """This rank's part of the stored parameter, as the program reads it."""
+        """This rank's part of the stored parameter, as the program reads it; a copy on the device, if it is not there.
+
+        Of one on the host on the current stream.
+        """
         assert self.local is not None
-        return self.local.to(self.dtype) if self.casts else self.local
+        there = self.local if self.carrier is None else self.carrier.to_device(self.local)
+        return there.to(self.dtype) if self.casts else there
 
     @property
     def version(self) -> tuple[int, int]:
@@ -297,8 +330,22 @@ class HeldParam:
         return version_of(self.param)
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add a reduced gradient to the step's sum."""
+        """Add a reduced gradient to the step's sum; of a parameter on the host it is sent there."""
+        if self.carrier is None:
+            self.add_stored(grad)
+            return
+        self.arriving.append(self.carrier.to_host(grad))
+        while len(self.arriving) > 1:  # of a microbatch before
+            self.add_stored(self.arriving.pop(0).wait())
+
+    def add_stored(self, grad: torch.Tensor) -> None:
+        """Add a gradient in the memory in which the parameter is stored to the step's sum."""
         self.sum = grad if self.sum is None else self.sum.add_(grad)
+
+    def drop_sum(self) -> None:
+        """Forget the step's sum."""
+        self.sum = self.wide = None
+        self.arriving = []
 
     def taken(self) -> torch.Tensor | None:
         """Take the step's accumulated gradient, which ends it.
@@ -307,6 +354,14 @@ class HeldParam:
         ``copy.deepcopy`` of a DTensor fails where its local tensor has an offset. It is dense, also where no other
         rank adds to it (``nn.Embedding(sparse=True)``), since a DTensor has no sparse ones.
         """
+        if self.carrier is not None:
+            if not self.adjoint and self.leaf.grad is not None:  # left there by hand
+                left, self.leaf.grad = self.leaf.grad, None
+                self.add(dense(left).to(self.param.dtype))
+            self.carrier.settle()
+            for arrival in self.arriving:
+                self.add_stored(arrival.wait())
+            self.arriving = []
         grad, self.sum = self.sum, None
         if not self.adjoint:
             leaf = self.leaf

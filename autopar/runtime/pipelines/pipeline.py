@@ -302,7 +302,10 @@ class PipelineRun(AsynchronousSteps):
     def _scaled(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         """Scale all gradients to have at most ``max_norm``, and return ``norm``, theirs before."""
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        there = {scale.device: scale}  # and on the host, for gradients of what is stored there
         for param in {id(p): p for p in self.parameters()}.values():
             if param.grad is not None:
-                param.grad.mul_(scale.to(param.grad.dtype))
+                device = param.grad.device
+                there[device] = there[device] if device in there else scale.to(device)
+                param.grad.mul_(there[device].to(param.grad.dtype))
         return norm

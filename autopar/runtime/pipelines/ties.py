@@ -129,7 +129,7 @@ class Ties:
             for held_param in stage.held_params.values():
                 keeper = first.setdefault(id(held_param.param), held_param)
                 if keeper is not held_param and (grad := held_param.taken()) is not None:
-                    keeper.add(grad)
+                    keeper.add_stored(grad)
         if not self.stages:
             return
         gradients = {
@@ -171,6 +171,8 @@ class Ties:
 
 
 def _gradient(held_param: HeldParam) -> torch.Tensor:
+    """Return the gradient of a step, which the parameter then no longer has, on the device."""
     grad = held_param.taken()
     assert held_param.local is not None
-    return torch.zeros_like(held_param.local) if grad is None else grad.contiguous()
+    grad = torch.zeros_like(held_param.local) if grad is None else grad.contiguous()
+    return grad if held_param.carrier is None else held_param.carrier.to_device(grad)

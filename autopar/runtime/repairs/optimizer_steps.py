@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
 from autopar.runtime.parameters import rounded_steps, whole_matrices
+from autopar.runtime.parameters.state import wrapped_as
 from autopar.runtime.repairs import step_trial
 from autopar.runtime.repairs.dtensor_writes import take
 from autopar.torch_private import MUON, OPTIMIZERS_OF_ELEMENTS, OPTIMIZERS_OF_MATRICES
@@ -133,9 +134,7 @@ def _placed_as(param: torch.Tensor, local: Any) -> Any:
     """Wrap the result of a step on a local tensor, placed as its parameter."""
     if not isinstance(param, DTensor) or not isinstance(local, torch.Tensor):
         return local
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return wrapped_as(param, local)
 
 
 def _is_cut(tensor: DTensor) -> bool:

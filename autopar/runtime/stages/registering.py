@@ -8,10 +8,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.allocations import elsewhere
 from autopar.errors import RunError
-from autopar.plans.plan import StagePlan
+from autopar.plans.plan import DEVICE, HOST, ParamChoice, StagePlan
 from autopar.runtime.parameters import rounded_steps
 from autopar.runtime.parameters.attributes import with_attributes
+from autopar.runtime.parameters.host_memory import check_reaches, is_on_host, note, pinned
 from autopar.runtime.parameters.state import Buffers, as_dtensor, local_of, local_shard, torch_placements
 from autopar.runtime.parameters.user_module import UserModule
 from autopar.runtime.ranks.devices import device_of
@@ -76,6 +78,8 @@ class Placing:
         Raises:
             RunError: one has no value, or two stages of this rank store it in two ways.
         """
+        if any(choice.on_host for choice in self.plan.params.values()):
+            check_reaches(self.device_mesh)
         placed: dict[str, torch.nn.Parameter] = {} if self.shared is None else self.shared
         mine: set[str] = set()
         for name, param in self.params.items():
@@ -88,16 +92,21 @@ class Placing:
                 node = self.nodes.get(source)
                 state = self._stored(source, param)
                 shape = node.out.shape if node is not None else tuple(param.shape)
+                on_host = self._is_on_host(source)
                 stored = self._local(source, state)
                 if self.graph.precision is not None:
                     stored = stored.to(getattr(torch, self.graph.precision.stored(name_of_dtype(stored.dtype))))
+                if on_host:
+                    stored = pinned(stored, torch.device(device_of(self.device_mesh)))
                 if self.shared is not None or self.device_mesh.size() > 1:  # on one device nothing is placed
                     stored = as_dtensor(stored, state, shape, self.device_mesh)
                 placed[source] = with_attributes(torch.nn.Parameter(stored, requires_grad=param.requires_grad), param)
+                if on_host:
+                    note(placed[source], torch.device(device_of(self.device_mesh)))
                 if self.graph.precision is not None:
                     rounded_steps.keep(placed[source], source, self.graph.precision)
             elif self.shared is not None and source not in mine:
-                _same_storage(source, placed[source], self.plan.params[source].stored, self.device_mesh)
+                _same_storage(source, placed[source], self.plan.params[source], self.device_mesh)
             mine.add(source)
             tables, key = self.user.stored_at(name)
             tables["_parameters"][key] = placed[source]
@@ -159,7 +168,15 @@ class Placing:
         if value.device.type == "meta":
             raise RunError(f"'{name}' is on the meta device; pass init= to give it a value")
         piece = local_shard(value, state, self.device_mesh)
+        if self._is_on_host(name):
+            with elsewhere():
+                return piece.to("cpu", copy=True).contiguous()
         return piece.to(torch.device(device_of(self.device_mesh)), copy=True).contiguous()
+
+    def _is_on_host(self, name: str) -> bool:
+        """Check whether a parameter is stored in the memory of the host."""
+        planned = self.plan.params.get(name)
+        return planned is not None and planned.on_host
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
@@ -173,8 +190,14 @@ def _placed_as(tensor: torch.Tensor, state: State, device_mesh: DeviceMesh) -> b
     return tensor.device_mesh == device_mesh and tuple(tensor.placements) == tuple(torch_placements(state))
 
 
-def _same_storage(name: str, stored: torch.nn.Parameter, state: State, mesh: DeviceMesh) -> None:
+def _same_storage(name: str, stored: torch.nn.Parameter, choice: ParamChoice, mesh: DeviceMesh) -> None:
     """Check that two stages of one rank that share a parameter store it alike."""
+    state = choice.stored
+    if is_on_host(stored) != choice.on_host:
+        raise RunError(
+            f"parameter '{name}' is used by two stages on the same devices and stored on the host by one of them only; "
+            f"pin it for both: params={{'{name}': '{state.text} {HOST if choice.on_host else DEVICE}'}}"
+        )
     have = (stored.device_mesh, tuple(stored.placements)) if isinstance(stored, DTensor) else None
     if have != (mesh, tuple(torch_placements(state))):
         raise RunError(

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.evaluation import evaluated
+from autopar.errors import RunError
 from autopar.lower.emit import lower
 from autopar.lower.program import Program
 from autopar.lower.segments import on_mesh
@@ -70,8 +71,8 @@ class Stage:
         self.evaluation: tuple[Program, Any] | None = None
         self.evaluation_graph = graph
         on_meshes = any(isinstance(held_param.param, DTensor) for held_param in self.held_params.values())
-        casts = any(held_param.casts for held_param in self.held_params.values())
-        self.direct = device_mesh.size() == 1 and not (on_meshes or casts or graph.parts)
+        copied = any(held_param.casts or held_param.carrier for held_param in self.held_params.values())
+        self.direct = device_mesh.size() == 1 and not (on_meshes or copied or graph.parts)
         self.gradients = Gradients({} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype)
         self.probe = torch.empty(0, requires_grad=True)
         self.ways, self.parts = WaysTaken(graph), TakingPart(graph)
@@ -164,6 +165,12 @@ class Stage:
         """Return what runs a program: its modules, or the compiler's result."""
         if self.compile_args is None:
             return prefetch.with_gathers(program, self.schedule)
+        there = [held_param.name for held_param in self.gathered_inside if held_param.carrier is not None]
+        if there:
+            raise RunError(
+                f"'{there[0]}' and {len(there) - 1} more parameters are copied in from the host for each use, which a "
+                "compiled program does not do: keep a copy on the device (offload='optimizer'), or do not compile"
+            )
         order = OneOrder(self.device_mesh, self._heard) if self.device_mesh.size() > 1 else None
         with on_mesh(self.device_mesh):
             return compiled(program, self.gathered_inside, self.compile_args, order)

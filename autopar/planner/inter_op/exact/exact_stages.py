@@ -310,7 +310,8 @@ class ExactPlans:
                     if len(of_group) == 1 or isinstance(error, (NoChoice, TooSmallError)):  # whatever its memory
                         raise
                     raise _StageTooLarge(error, number, of_group, self.limit(devices)) from error
-                stored.update({(group[number], n): ",".join(c.stored) for n, c in plan.params.items()})
+                moves = bool(plan_options.offload)
+                stored.update({(group[number], n): c.pinned(moves) for n, c in plan.params.items()})
                 planned[number] = plan, options
                 if not self.few:
                     spent += self.request.microbatches * pace_of(plan)

@@ -115,7 +115,7 @@ def phases(
     waits = load.exposed()
     ops = Phases(
         forward + waits.forward_each, inputs + later + waits.backward_each, weights, waits.gathers, waits.reductions,
-        recompute_seconds=again, split_seconds=later, load=load,
+        optimizer_seconds=load.host_seconds, recompute_seconds=again, split_seconds=later, load=load,
     )  # fmt: skip
 
     def work() -> StageWork:
@@ -143,5 +143,5 @@ def _with_overheads(ops: Phases, split_seconds: float, graph: Graph, extra: Stag
         weights = ops.backward_seconds + extra.weights + extra.summed
     return replace(
         ops, forward_seconds=ops.forward_seconds + extra.forward, input_seconds=inputs, weight_seconds=weights,
-        optimizer_seconds=extra.step, split_seconds=inputs + weights - backward,
+        optimizer_seconds=ops.optimizer_seconds + extra.step, split_seconds=inputs + weights - backward,
     )  # fmt: skip

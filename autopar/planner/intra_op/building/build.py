@@ -69,6 +69,8 @@ class Builder:
         versions: versions of weights at one time; with several, nothing is gathered anew for a backward.
         stored: buffers whose storage is decided (:mod:`autopar.planner.intra_op.kept_state`).
         stored_states: pinned placements of these, by name.
+        in_memories: gives the choices of a parameter, from one for the device, in all memories in which it may be
+            stored; None where that is the device's.
     """
 
     graph: Graph
@@ -93,6 +95,7 @@ class Builder:
     offloads: bool = False
     asked: frozenset[int] = frozenset()
     versions: int = 1
+    in_memories: Callable[[Node, ParamChoice], list[ParamChoice]] | None = None
 
     def build(self) -> tuple[Problem, Decoder]:
         """Return the integer program, and the decoder of its solutions."""
@@ -332,7 +335,10 @@ class Builder:
         options: list[tuple[ParamChoice, P.ParamCost]] = []
         by_use: dict[State, list[tuple[ParamChoice, P.ParamCost]]] = {}
         every = self.allowed_params is not None
-        for choice in P.choices(spec, node.needs_grad, uses or {whole}, mesh, all_dims=every):
+        offered = P.choices(spec, node.needs_grad, uses or {whole}, mesh, all_dims=every)
+        if self.in_memories is not None:
+            offered = [choice for of_device in offered for choice in self.in_memories(node, of_device)]
+        for choice in offered:
             if self.allowed_params is not None and not self.allowed_params(node, choice):
                 continue
             if self.versions > 1 and choice.lifetime == "use":

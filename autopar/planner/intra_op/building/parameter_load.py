@@ -42,6 +42,11 @@ class ParameterLoad:
     computing: Computing
     shares: Shares
 
+    @property
+    def host_seconds(self) -> float:
+        """Seconds of the optimizer's step on the host."""
+        return sum(cost.host_seconds for cost in self.costs)
+
     def exposed(self) -> ParameterSeconds:
         """Return what of the collectives a step waits for."""
         return exposed(self.collectives, self.may_hide.plus(self.first, -1), self.computing, self.shares)
@@ -123,9 +128,8 @@ def beside_ops(
             choice = owned[i]
             elements = pricer.local_bytes(node.out, choice.used) / node.out.item_bytes
             cast_bytes += P.cast_bytes(node.out, choice, elements, microbatches, graph.policy_of(node))
-            parameters.append(
-                (pricer.local_bytes(node.out, choice.used), pricer.local_bytes(graph.stored(node), choice.stored))
-            )
+            stored = 0 if choice.on_host else pricer.local_bytes(graph.stored(node), choice.stored)
+            parameters.append((pricer.local_bytes(node.out, choice.used), stored))
     n_ops = sum(n.kind == "op" and n.needs_grad for n in nodes)
     matrices = matrices_of(graph, optimizer)
     matrix_bytes = sum(pricer.local_bytes(graph.stored(node), owned[i].stored) for i, node in matrices)

@@ -24,6 +24,7 @@ from autopar.words.precision import Precision
 from autopar.words.shards import divides, elements_moved, fits, local_shape
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis
+from cost_models.host_step import host_step_seconds
 from cost_models.optimizer_bytes import MUON
 from cost_models.parameter_overlap import ParameterSeconds
 
@@ -38,6 +39,8 @@ class ParamCost:
         may_hide: the part of `seconds` that may overlap with computing.
         step_seconds: seconds of the optimizer, and of adding its gradients up over microbatches.
         version_bytes: further versions of the weight, as operators use it.
+        host_seconds: the part of `step_seconds` that the optimizer takes on the host.
+        host_bytes: what is stored in the memory of the host: values, gradient and state.
         peak_bytes: what copies gathered for one use take while they live: this one and the next, which is fetched
             ahead. Of all parameters the largest counts.
     """
@@ -52,6 +55,8 @@ class ParamCost:
     gathered_bytes: int
     peak_bytes: int = 0
     version_bytes: int = 0
+    host_seconds: float = 0.0
+    host_bytes: int = 0
 
     @property
     def n_bytes(self) -> int:
@@ -217,36 +222,58 @@ def cost(
     in other formats; ``optimizer``: what steps on it (:func:`autopar.plans.stepped_by.stepped_by`).
     """
     mesh = pricer.mesh
-    by_itself, may_hide = seconds_of(spec, grad, choice, pricer, precision)
     elements = prod(local_shape(spec.shape, choice.stored, mesh))
     of_master = spec.item_bytes if precision is None else ITEM_BYTES[precision.stored(spec.dtype)]
+    by_itself, may_hide = seconds_of(spec, grad, choice, pricer, precision)
+    if choice.on_host:
+        copied = host_copy_seconds(elements * of_master, grad, choice, pricer)
+        by_itself = by_itself.plus(copied)
+        may_hide = may_hide.plus(copied if pricer.shares.gathers > 0 else ParameterSeconds())
     of_sum = spec.item_bytes if precision is None else ITEM_BYTES[precision.accumulated(spec.dtype)]
     of_moments = spec.item_bytes if precision is None else ITEM_BYTES[precision.kept(spec.dtype)]
     used_elements = prod(local_shape(spec.shape, choice.used, mesh))
     stored, used = elements * of_master, used_elements * spec.item_bytes
     is_narrow = precision is not None and precision.narrow is not None
-    step_seconds = 0.0
+    step_seconds = host_seconds = 0.0
     if grad:
         cast = cast_bytes(spec, choice, used_elements, microbatches, precision)
-        step_seconds = pricer.parameter_step(used, stored, microbatches, optimizer, cast)
+        on_device = 0 if choice.on_host else stored
+        host_seconds = host_step_seconds(optimizer, stored, pricer.known_host) if choice.on_host else 0.0
+        step_seconds = pricer.parameter_step(used, on_device, microbatches, optimizer, cast) + host_seconds
         step_seconds += matrix_prices.seconds_of(pricer, spec, choice.stored) if optimizer == MUON else 0.0
     if precision is not None and is_narrow:
         used = copy_bytes(precision, used_elements, spec.item_bytes)
     gathered = 0
-    if (used_elements != elements or of_master != spec.item_bytes or is_narrow) and choice.lifetime == "step":
+    is_copy = used_elements != elements or choice.on_host
+    if (is_copy or of_master != spec.item_bytes or is_narrow) and choice.lifetime == "step":
         gathered = used
-        if grad and (microbatches > 1 or pricer.kernels.keeps_gradients) and used_elements != elements:
+        if grad and (microbatches > 1 or pricer.kernels.keeps_gradients) and is_copy:
             gathered += used_elements * of_sum
-            gathered -= stored * pricer.kernels.keeps_gradients  # the stored gradient is a part of the buffer
+            if not choice.on_host:
+                gathered -= stored * pricer.kernels.keeps_gradients  # the stored gradient is a part of the buffer
     moved = param_collectives(spec, grad, choice, mesh, precision)
     if pricer.kernels.buckets_gradients and any(not is_gather for *_, is_gather in moved):
         gathered += used_elements * spec.item_bytes
+    held = stored, stored if grad else 0, optimizer_state_bytes(optimizer, elements, of_moments, 1) if grad else 0
+    of_device, of_host = ((0, 0, 0), sum(held)) if choice.on_host else (held, 0)
     return ParamCost(
-        by_itself.of_step(microbatches), by_itself, may_hide, step_seconds, stored, stored if grad else 0,
-        optimizer_state_bytes(optimizer, elements, of_moments, 1) if grad else 0, gathered,
-        2 * used if choice.lifetime == "use" and choice.stored != choice.used else 0,
-        (versions - 1) * used_elements * spec.item_bytes if grad else 0,
+        by_itself.of_step(microbatches), by_itself, may_hide, step_seconds, *of_device, gathered,
+        2 * used if choice.lifetime == "use" and choice.is_copied else 0,
+        (versions - 1) * used_elements * spec.item_bytes if grad else 0, host_seconds, of_host,
     )  # fmt: skip
+
+
+def host_copy_seconds(n_bytes: float, grad: bool, choice: ParamChoice, pricer: Pricer) -> ParameterSeconds:
+    """Return the seconds of a parameter's copies between host and device, by when they run.
+
+    Its values come in before their use, in the backward once more where a copy lives for one use; its gradient goes
+    out. ``n_bytes`` are those of what is stored, on one rank.
+    """
+    there = pricer.known_host.to_device(n_bytes)
+    back = pricer.known_host.to_host(n_bytes) if grad else 0.0
+    if choice.lifetime == "step":
+        return ParameterSeconds(gathers=there, reductions=back)
+    return ParameterSeconds(forward_each=there, backward_each=(there + back) if grad else 0.0)
 
 
 def cast_bytes(

@@ -35,7 +35,7 @@ from autopar.words.placements import State, changed_axis, step_collectives
 from autopar.words.shards import elements_moved, local_shape
 from cost_models.chunked_exchange import ChunkedExchange
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
-from cost_models.host_link import HostCopies, copies_of
+from cost_models.host_link import HostCopies, copies_of, host_copies
 from cost_models.joined_axes import JOINED, JoinableAxes
 from cost_models.matrix_steps import iteration_seconds
 from cost_models.optimizer_bytes import MUON
@@ -74,6 +74,15 @@ class Pricer:
     _parameters: dict[object, float] = field(default_factory=dict)
     _edges: dict[tuple[Spec, bool, int], tuple[object, list[float]]] = field(default_factory=dict)
     _iterations: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    @property
+    def known_host(self) -> HostCopies:
+        """The way to the memory of the host.
+
+        Raises:
+            ProfileError: it is not known.
+        """
+        return self.host if self.host is not None else host_copies(self.device)
 
     # -- reshards
 

@@ -186,7 +186,7 @@ class MomentRows:
                     continue
                 for r, choice in enumerate(choices):
                     items[item][r] += reduction_needs(spec, choice, self.pricer.mesh, accumulates)
-                    if node not in passing and choice.stored != choice.used:
+                    if node not in passing and choice.is_copied:
                         items[item][r] += self.pricer.local_bytes(spec, choice.used)
 
     def _gradient_is_there(self, node: int, moment: Moment) -> float:

@@ -456,7 +456,7 @@ class StepMoments:
         reduced_bytes = self.walk.local_bytes(ref, choice.stored)
         stored_bytes = reduced_bytes // spec.item_bytes * stored.item_bytes
         steps = [(src, dst) for axis, src, dst in path(choice.stored, used) or () if self.mesh.size(axis) > 1]
-        taken = not steps and not self.accumulates and not is_cast and self.gradients[gradient][1] == 1
+        taken = not (steps or self.accumulates or is_cast or choice.on_host) and self.gradients[gradient][1] == 1
         strides = self.strides_of.pop(value, None)
         if taken and (strides is None or is_contiguous(self._shape(value), strides)):
             self.stays(self.gradients[gradient][0], self.gradients[gradient][2], ref.node)
@@ -464,7 +464,9 @@ class StepMoments:
             return
         self._drop(gradient, at)
         needs = reduction_needs(spec, choice, self.mesh, self.accumulates)
-        if not self.accumulates:
+        if choice.on_host:
+            needs += stored_bytes if is_cast and not self.accumulates else 0  # what is copied out
+        elif not self.accumulates:
             self.stays(stored_bytes, at, ref.node)
             needs -= 0 if is_cast and steps else reduced_bytes
         elif is_cast:

@@ -31,7 +31,7 @@ def reduction_needs(spec: Spec, choice: ParamChoice, mesh: Mesh, accumulates: bo
         beside = step_back_needs(spec, src, dst, mesh, is_strided=False, stays=not reduced)
         result = 0 if is_alias(src, dst, mesh) else prod(local_shape(spec.shape, src, mesh)) * spec.item_bytes
         needs, reduced = max(needs, reduced + beside + result), result
-    if not accumulates and not needs:
+    if not accumulates and not needs and not choice.on_host:
         return prod(local_shape(spec.shape, choice.stored, mesh)) * spec.item_bytes
     return needs
 

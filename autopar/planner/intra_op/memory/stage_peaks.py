@@ -56,7 +56,7 @@ def _stepping(walk: Walk, params: Mapping[int, ParamChoice], optimizer: str) -> 
     """Return the bytes that the optimizer needs beside its state while it steps, or the hungrier of two optimizers."""
     graph, copies = walk.graph, 0
     for i, choice in params.items():
-        if graph.nodes[i].needs_grad:
+        if graph.nodes[i].needs_grad and not choice.on_host:
             by = stepped_by(graph, graph.nodes[i], optimizer)
             copies = max(copies, OPTIMIZER_COPIES.get(by, 0) * walk.local_bytes(Ref(i), choice.stored))
     matrices = [

@@ -8,10 +8,12 @@ from fnmatch import fnmatchcase
 from autopar.errors import InfeasibleError, MeshError, PlanError, first_few
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import Problem
+from autopar.planner.intra_op.pins.host_storage import HostStorage
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.intra_op.pins.small_parameters import (
     TooSmallError,
     asks_for_what_fits,
+    memory_of,
     stored_and_lifetime,
     why_too_small,
 )  # fmt: skip
@@ -26,6 +28,7 @@ from autopar.words.labels import matches, op_labels
 from autopar.words.meshes import Mesh
 from autopar.words.placements import REPLICATE, State, kinds_listed
 from autopar.words.shards import fits
+from cost_models.optimizer_bytes import MUON
 
 SHOWN = 20
 """Pins that do not fit, that a message lists."""
@@ -41,6 +44,17 @@ class PinnedChoices:
         self.uncut = {graph.nodes[i].name: positions for i, positions in held_whole(graph).items()}
         self._ops(rules)
         self._params()
+        self.host = HostStorage(graph, options.offload, self.params)
+        if self.host.is_asked and options.versions.number > 1:
+            raise PlanError(
+                f"a pipeline that keeps {options.versions.number} versions of its weights keeps them on the device: "
+                "leave offload to activations, or plan for a schedule that drains"
+            )
+        if self.host.is_asked and options.optimizer == MUON:
+            raise PlanError(
+                "muon multiplies whole matrices in its step, which a host does tens of times slower than a device: "
+                "leave offload to activations, or plan for adamw"
+            )
         self._places()
 
     def _ops(self, rules: Sequence[Rule | None]) -> None:
@@ -95,11 +109,11 @@ class PinnedChoices:
                 names = [n.target for _, n in self.graph.of_kind("param")]
                 raise PlanError(f"'{pattern}' matches no parameter; parameters are {first_few(names)}")
             placement, _ = stored_and_lifetime(how)
-            if how != REPLICATE and not _is_state(placement, self.mesh):
+            if placement != REPLICATE and not _is_state(placement, self.mesh):
                 raise PlanError(
                     f"'{pattern}': '{how}' is neither 'replicate' nor a placement with {len(self.mesh)} parts such as "
                     + State.of("S0", *["I"] * (len(self.mesh) - 1)).text
-                    + ", after which may stand a lifetime, 'step' or 'use'"
+                    + ", after which may stand a lifetime, 'step' or 'use', and 'host' or 'device'"
                 )
             request.update(dict.fromkeys(matched, pattern))
         self._params_large_enough(request)
@@ -116,7 +130,9 @@ class PinnedChoices:
                 continue
             pattern = request[name]
             may_stay = asks_for_what_fits(pattern)
-            self.params[name] = REPLICATE if small[name] and may_stay else hows[pattern]
+            self.params[name] = hows[pattern]
+            if small[name] and may_stay:
+                self.params[name] = " ".join([REPLICATE, memory_of(hows[pattern])]).strip()
             if small[name] and not may_stay:
                 shape = " ".join(map(str, shapes[name]))
                 lines.append(f"{name} [{shape}] as {stored_and_lifetime(hows[pattern])[0]}: {small[name]}")
@@ -184,15 +200,17 @@ class PinnedChoices:
         how = self.params.get(node.target)
         if how is None:
             return True
-        if how == REPLICATE:
-            return not choice.stored.is_cut
         placement, lifetime = stored_and_lifetime(how)
+        if placement == REPLICATE:
+            return not choice.stored.is_cut and (not choice.on_host or not lifetime or choice.lifetime == lifetime)
         pinned = State.parse(placement, self.mesh, f"'{node.target}'")
         is_stored_so = all(
             stored == wanted or size == 1  # on one rank, a piece is the whole
             for stored, wanted, (_, size) in zip(choice.stored, pinned, self.mesh, strict=True)
         )
-        gathers = any(a.is_shard and not b.is_shard for a, b in zip(choice.stored, choice.used, strict=True))
+        gathers = choice.on_host or any(
+            a.is_shard and not b.is_shard for a, b in zip(choice.stored, choice.used, strict=True)
+        )
         return is_stored_so and (not lifetime or not gathers or choice.lifetime == lifetime)
 
     def require(self, problem: Problem) -> None:

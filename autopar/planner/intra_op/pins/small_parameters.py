@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from autopar.errors import InfeasibleError, first_few
-from autopar.plans.plan import LIFETIMES, StagePlan
+from autopar.plans.plan import LIFETIMES, MEMORIES, StagePlan
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.placements import REPLICATE, State
@@ -24,13 +24,18 @@ class TooSmallError(InfeasibleError):
 def stored_and_lifetime(how: str) -> tuple[str, str]:
     """Return ``"S0, I use"`` as ``("S0,I", "use")``; no lifetime is ``""``."""
     words = how.split()
-    lifetime = words.pop() if words and words[-1] in LIFETIMES else ""
-    return "".join(words), lifetime
+    lifetimes = [word for word in words if word in LIFETIMES]
+    return "".join(word for word in words if word not in (*LIFETIMES, *MEMORIES)), "".join(lifetimes[-1:])
+
+
+def memory_of(how: str) -> str:
+    """Return where a parameter is to be stored, ``host`` or ``device``; empty where the pin does not say it."""
+    return next((word for word in how.split() if word in MEMORIES), "")
 
 
 def why_too_small(name: str, shape: Sequence[int], how: str, mesh: Mesh) -> str:
     """Return why a parameter cannot be stored as requested, such as ``on axis 'data' it has no dim 0``."""
-    if how == REPLICATE:
+    if stored_and_lifetime(how)[0] == REPLICATE:
         return ""
     left = list(shape)
     for p, (axis, size) in zip(State.parse(stored_and_lifetime(how)[0], mesh, f"'{name}'"), mesh, strict=True):

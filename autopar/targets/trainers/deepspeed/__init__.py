@@ -77,4 +77,5 @@ TARGET = Target(
     reads=reads,
     read=read,
     environment={"OMP_NUM_THREADS": "1"},
+    offloads=("optimizer", "parameters"),
 )

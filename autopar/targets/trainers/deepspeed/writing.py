@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from autopar.targets.host_shares import shares_of
 from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.targets.trainers.hugging_face.model_files import policy_of, shared_files
 from autopar.words.precision import OWN, Precision
@@ -49,7 +50,7 @@ def config_of(export: Export, policy: Precision) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": export.rows_of_rank,
         "gradient_accumulation_steps": export.microbatches, "gradient_clipping": 0.0, "steps_per_print": 100,
-        "optimizer": _optimizer(export.optimizer),
+        "optimizer": _optimizer(export.optimizer, on_host=shares_of(export.priced).steps > 0),
         "zero_optimization": {"stage": stage},
     }  # fmt: skip
     if tp == 1:  # with AutoTP, DeepSpeed counts ranks of tensor parallelism as if they had rows of their own
@@ -59,6 +60,9 @@ def config_of(export: Export, policy: Precision) -> dict[str, Any]:
     if stage == 3:
         # as the plan: every parameter that divides is cut, and none is kept for the backward
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    config["zero_optimization"] |= _on_host(export, stage)
+    if shares_of(export.priced).steps and export.optimizer != "adamw":
+        config["zero_force_ds_cpu_optimizer"] = False  # torch's optimizer steps on the host
     config |= _formats(policy, stage)
     if tp > 1:
         config["tensor_parallel"] = {"autotp_size": tp}
@@ -73,9 +77,35 @@ def config_of(export: Export, policy: Precision) -> dict[str, Any]:
     return config
 
 
-def _optimizer(name: str) -> dict[str, Any]:
-    if name == "adamw":  # DeepSpeed's own is a kernel that has to be compiled; torch's is priced
-        return {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01, "torch_adam": True}}
+def _on_host(export: Export, stage: int) -> dict[str, Any]:
+    """Return the fields of what is kept on the host.
+
+    Raises:
+        ConfigError: DeepSpeed keeps it there otherwise, or not at all.
+    """
+    shares = shares_of(export.priced)
+    if not shares.steps:
+        return {}
+    if not stage:
+        raise ConfigError(f"{NAME}: offload_optimizer needs ZeRO, the layout has zero=0; use zero=1, 2 or 3")
+    if stage < 3 and shares.steps < 1:  # runtime/zero/stage3.py alone reads the ratio
+        raise ConfigError(f"{NAME}: offload_optimizer.ratio is of ZeRO-3, the layout has zero={stage} and keeps "
+                          f"{shares.steps:.0%} of the state on the host; use offload optimizer=1, or zero=3")
+    if shares.parameters and (stage < 3 or shares.parameters < 1):
+        raise ConfigError(f"{NAME}: offload_param is of ZeRO-3 and keeps all parameters on the host, the layout has "
+                          f"zero={stage} and keeps {shares.parameters:.0%}; use zero=3 and offload parameters=1")
+    optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    if shares.steps < 1:
+        optimizer["ratio"] = round(shares.steps, 3)
+    fields: dict[str, Any] = {"offload_optimizer": optimizer}
+    return fields | ({"offload_param": {"device": "cpu", "pin_memory": True}} if shares.parameters else {})
+
+
+def _optimizer(name: str, on_host: bool) -> dict[str, Any]:
+    if name == "adamw":  # DeepSpeed's own is a kernel that has to be compiled; torch's is priced. On the host it is
+        # DeepSpeedCPUAdam that steps, which is asked for there (engine.py, zero_force_ds_cpu_optimizer)
+        params = {"lr": RATE, "weight_decay": 0.01, **({} if on_host else {"torch_adam": True})}
+        return {"type": "AdamW", "params": params}
     momentum = {"momentum": 0.9} if name == "sgd_momentum" else {}
     return {"type": "SGD", "params": {"lr": RATE, **momentum}}
 

@@ -42,4 +42,5 @@ TARGET = Target(
     reads=reads,
     read=read,
     environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},  # validate_args asks for it on GPUs before Blackwell
+    offloads=("optimizer",),
 )  # fmt: skip

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jinja2 import Template
 
+from autopar.targets.host_shares import shares_of
 from autopar.targets.stages import counts, whole_blocks
 from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.targets.trainers.megatron.layouts import check_batch, layout_arguments, precision_arguments
@@ -45,7 +46,7 @@ def write(export: Export) -> WrittenFiles:
         "model": model_arguments(export.model, export.sequence, layout.sizes["tp"]),
         "layout": layout_arguments(export, sizes),
         "precision": precision_arguments(export.precision, zero=layout.zero),
-        "optimizer": dict(OPTIMIZERS[export.optimizer]),
+        "optimizer": OPTIMIZERS[export.optimizer] | _on_host(export),
         "data and steps: yours go here": TO_FILL_IN,
     }
     names = {
@@ -63,6 +64,26 @@ def write(export: Export) -> WrittenFiles:
                  "MEGATRON_LM: the path of a checkout of Megatron-LM"),
         notes=tuple(_notes(export)),
     )  # fmt: skip
+
+
+def _on_host(export: Export) -> Arguments:
+    """Return the arguments of a share of the optimizer's state and step on the host.
+
+    Raises:
+        ConfigError: Megatron-LM keeps state there only of its distributed optimizer.
+    """
+    share = shares_of(export.priced).steps
+    if not share:
+        return {}
+    if export.layout.zero != 1:
+        raise ConfigError(
+            f"Megatron-LM keeps state of its distributed optimizer on the host (--optimizer-cpu-offload), which is "
+            f"zero=1; the layout has zero={export.layout.zero}"
+        )
+    return {
+        "--optimizer-cpu-offload": "", "--optimizer-offload-fraction": f"{share:.3f}",
+        "--overlap-cpu-optimizer-d2h-h2d": "", "--use-precision-aware-optimizer": "",
+    }  # fmt: skip
 
 
 def _section(name: str, arguments: Arguments) -> str:

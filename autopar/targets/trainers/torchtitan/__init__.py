@@ -31,4 +31,5 @@ TARGET = Target(
     reads=reads,
     read=read,
     environment={"OMP_NUM_THREADS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},  # as run_train.sh
+    offloads=("parameters",),
 )

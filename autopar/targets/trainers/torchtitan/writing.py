@@ -7,6 +7,7 @@ from pprint import pformat
 from typing import Any
 
 from autopar.planner.layouts.stage_starts import sizes_of
+from autopar.targets.host_shares import shares_of
 from autopar.targets.stages import whole_blocks
 from autopar.targets.target import ConfigError, Export, WrittenFiles
 from autopar.targets.trainers.torchtitan.layouts import refuses
@@ -93,6 +94,14 @@ def _training(export: Export) -> dict[str, Any]:
     }  # fmt: skip
     if layout.groups > 1 or layout.expert_ranks > 1:  # Trainer.Config refuses CUDA graphs there
         said["disable_cuda_graphs"] = True
+    shares = shares_of(export.priced)
+    if 0 < shares.parameters < 1:
+        raise ConfigError(
+            "torchtitan keeps all parameters on the host or none (training.enable_cpu_offload), the plan keeps "
+            f"{shares.parameters:.0%} there; use offload parameters=1"
+        )
+    if shares.parameters:
+        said["enable_cpu_offload"] = True
     return {name: value for name, value in said.items() if value is not None}
 
 
