@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
@@ -46,8 +47,10 @@ class Precision:
         stochastic_rounding: round what the optimizer writes in bfloat16, moments and masters, with random bits that do
             not depend on the mesh.
         products: the format in which linear layers of blocks are multiplied, of
-            :data:`autopar.words.narrow_products.FORMATS`; empty: as ``params``. Plans are priced so; programs do not
-            run so.
+            :data:`autopar.words.narrow_products.FORMATS`; empty: as ``params``. Programs multiply so in formats that
+            ``runs`` names; in the others plans are priced.
+        modules: the modules whose products are narrow, as patterns (``layers.*.mlp.*``), of which those behind ``!``
+            are not; none: products with 512 features or more in modules of a list (``layers.3.mlp``).
         narrow_gathers: gather weights of such products over ranks in that format, where they are cut between steps or
             uses: masters are cast before, and no wide copy is kept.
     """
@@ -59,6 +62,7 @@ class Precision:
     stochastic_rounding: bool = False
     products: str = ""
     narrow_gathers: bool = False
+    modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_products()
@@ -101,6 +105,11 @@ class Precision:
                 f"precision: params={OWN} keeps the model's formats, so products={self.products} is not possible; give "
                 "params a format, such as bfloat16"
             )
+        if isinstance(self.modules, str) or not all(isinstance(pattern, str) for pattern in self.modules):
+            raise AutoparError(f"precision: {MODULES} are {self.modules!r}; give patterns, ('layers.*.mlp.*', '!*.gate')")
+        object.__setattr__(self, MODULES, tuple(self.modules))
+        if self.modules and not self.products:
+            raise AutoparError(f"precision: {MODULES} say which products are narrow; give products, or leave it out")
         if not isinstance(self.narrow_gathers, bool):
             raise AutoparError(f"precision: {GATHERS} is {self.narrow_gathers!r}; give True or False")
         if self.narrow_gathers and not self.products:
@@ -114,19 +123,28 @@ class Precision:
     @property
     def wide(self) -> Precision:
         """The policy without narrow products."""
-        return replace(self, products="", narrow_gathers=False)
+        return replace(self, products="", narrow_gathers=False, modules=())
 
     def check_runs(self) -> None:
         """Refuse to run what is only priced.
 
         Raises:
-            AutoparError: products are narrow.
+            AutoparError: products are in a format that no program multiplies in.
         """
-        if self.products:
+        if self.narrow is not None and not self.narrow.runs:
+            able = ", ".join(f"{name}-mixed" for name, numbers in NARROW.items() if numbers.runs)
             raise AutoparError(
-                f"precision {self}: products in {self.products} can be planned and priced, but not run yet: run "
-                f"precision='{self.wide}', whose plan takes other seconds and bytes, or plan only"
+                f"precision {self}: products in {self.products} can be planned and priced, but not run: run {able}, or "
+                f"'{self.wide}', whose plans take other seconds and bytes, or plan only"
             )
+
+    def picks(self, module: str) -> bool | None:
+        """Return whether products of a module are to be narrow; None if no patterns were given."""
+        if not self.modules:
+            return None
+        chosen = [p for p in self.modules if not p.startswith("!")] or ["*"]
+        left_out = [p[1:] for p in self.modules if p.startswith("!")]
+        return any(fnmatchcase(module, p) for p in chosen) and not any(fnmatchcase(module, p) for p in left_out)
 
     def _refuse_more_than_own(self) -> None:
         """Refuse choices other than ``reduce`` for parameters that keep the model's formats."""
@@ -149,6 +167,7 @@ class Precision:
             return f"params={OWN},reduce={self.reduce}"
         texts = [f"{n}={getattr(self, n)}" for n in FORMATS if getattr(self, n) != getattr(MIXED, n)]
         texts += [f"{PRODUCTS}={self.products}"] if self.products else []
+        texts += [f"{MODULES}={'|'.join(self.modules)}"] if self.modules else []
         return ",".join([*texts, *(f"{name}=true" for name in FLAGS if getattr(self, name))])
 
     def __str__(self) -> str:
@@ -232,8 +251,8 @@ def _dtype(name: str) -> torch.dtype:
 ROUNDING = "stochastic_rounding"
 GATHERS = "narrow_gathers"
 FLAGS = (ROUNDING, GATHERS)
-PRODUCTS = "products"
-FORMATS = tuple(f.name for f in fields(Precision) if f.name not in (*FLAGS, PRODUCTS))
+PRODUCTS, MODULES = "products", "modules"
+FORMATS = tuple(f.name for f in fields(Precision) if f.name not in (*FLAGS, PRODUCTS, MODULES))
 MIXED = Precision()
 PRESETS = {
     "bf16-mixed": MIXED,
@@ -261,11 +280,12 @@ def parse_precision(value: object) -> Precision | None:
         return PRESETS[value]
     given = dict(part.partition("=")[::2] for part in value.split(",")) if isinstance(value, str) else {}
     flags = {name: text for name, text in given.items() if name in FLAGS}
-    if not given or not set(given) <= {*FORMATS, *FLAGS, PRODUCTS} or not {*flags.values()} <= {"true", "false"}:
+    if not given or not set(given) <= {*FORMATS, *FLAGS, PRODUCTS, MODULES} or not {*flags.values()} <= {"true", "false"}:
         raise AutoparError(
             f"precision is {value!r}; give {', '.join(PRESETS)}, fields such as 'params=bfloat16,reduce=bfloat16', or "
             "autopar.Precision(...)"
         )
     formats: dict[str, Any] = dict(given)
     formats |= {name: text == "true" for name, text in flags.items()}
+    formats |= {MODULES: tuple(given[MODULES].split("|"))} if MODULES in given else {}
     return Precision(**formats)

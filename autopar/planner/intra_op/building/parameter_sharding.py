@@ -17,6 +17,7 @@ from autopar.planner.intra_op.building import matrix_prices
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.plans.stepped_by import stepped_by
+from autopar.rules.kernels import Kernels
 from autopar.words.graph import ITEM_BYTES, Graph, Spec
 from autopar.words.meshes import Mesh
 from autopar.words.placements import Placement, State, path, replicated_placement, shard, step_collectives
@@ -224,10 +225,10 @@ def cost(
     of_moments = spec.item_bytes if precision is None else ITEM_BYTES[precision.kept(spec.dtype)]
     used_elements = prod(local_shape(spec.shape, choice.used, mesh))
     stored, used = elements * of_master, used_elements * spec.item_bytes
-    is_narrow = precision is not None and precision.narrow is not None
+    is_narrow = keeps_copies(precision, pricer.kernels)
     step_seconds = 0.0
     if grad:
-        cast = cast_bytes(spec, choice, used_elements, microbatches, precision)
+        cast = cast_bytes(spec, choice, used_elements, microbatches, precision) if is_narrow else 0.0
         step_seconds = pricer.parameter_step(used, stored, microbatches, optimizer, cast)
         step_seconds += matrix_prices.seconds_of(pricer, spec, choice.stored) if optimizer == MUON else 0.0
     if precision is not None and is_narrow:
@@ -247,6 +248,13 @@ def cost(
         2 * used if choice.lifetime == "use" and choice.stored != choice.used else 0,
         (versions - 1) * used_elements * spec.item_bytes if grad else 0,
     )  # fmt: skip
+
+
+def keeps_copies(precision: Precision | None, kernels: Kernels) -> bool:
+    """Return whether a rank keeps narrow copies of weights; programs of our own cast for each use."""
+    if precision is None or precision.narrow is None:
+        return False
+    return kernels.fused or not precision.narrow.runs
 
 
 def cast_bytes(
