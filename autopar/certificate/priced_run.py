@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.certificate.activations import SavedTensors, Watched
 from autopar.lower.program import Program
+from autopar.planner.intra_op.building.narrow_prices import LocalProduct, product_seconds
 from autopar.plans.memory_decisions import DECISIONS, MemoryDecision
 from autopar.rules.attention.ring_attention import QUERIES, RING
 from autopar.rules.lowering_helpers.lowering_trial import Begun, Counted
@@ -126,9 +127,10 @@ class PricedRun(Watched):
 
     def __init__(
         self, program: Program, graph: Graph, device: Device, flops: FlopCounterMode, costs: Costs, watch: SavedTensors,
-        collectives: CollectiveCount, host: HostCopies | None = None,
+        collectives: CollectiveCount, host: HostCopies | None = None, fused: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(program, watch)
+        self.fused = fused
         self.copies = CountedCopies(host)
         self.collectives = collectives
         self.costs = costs
@@ -267,7 +269,12 @@ class PricedRun(Watched):
             gemm = attention_shape(flops, ins[0].shape, outs[0].shape)
         if rule.kind not in ("matmul", "conv", "attention"):
             flops = 0.0
-        return self.costs.op(self.device, self._work(n, rule, ins, outs, flops, gemm, gradients, key))
+        work = self._work(n, rule, ins, outs, flops, gemm, gradients, key)
+        use = self.source.nodes[self.source.index[n.meta["autopar"]["node"]]].narrow
+        if use is None:
+            return self.costs.op(self.device, work)
+        local = LocalProduct([t.numel() for t in ins], outs[0].numel(), (0, 0), ins[0].element_size())
+        return product_seconds(self.costs, self.device, work, use, local, self.fused)
 
     def _work(
         self, n: torch.fx.Node, rule: Rule, ins: Tensors, outs: Tensors, flops: float,

@@ -105,7 +105,8 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
         with as_on_gpu() if kernels.gpu else nullcontext():
             host = copies_of(cluster, device)
             computing = _recount(
-                program, plan, graph, device, costs, axes, names, report, tensor_exposed(cluster), host
+                program, plan, graph, device, costs, axes, names, report, tensor_exposed(cluster), host,
+                kernels.fused,
             )  # fmt: skip
     parameter_bytes, gradient_bytes, optimizer_bytes = _stored(plan, graph)
     buffer_bytes = _buffers(plan, graph) if graph.forward_only else 0
@@ -138,10 +139,12 @@ def _recount(
     report: Report,
     tensor: float,
     host: HostCopies | None,
+    fused: bool,
 ) -> Computing:
     """Count a microbatch into ``report``, and return the computation of operators that depend on parameters.
 
-    ``tensor`` is the exposed share of collectives of tensor parallelism, ``host`` the device's copies to its host.
+    ``tensor`` is the exposed share of collectives of tensor parallelism, ``host`` the device's copies to its host;
+    ``fused``: kernels are.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), spmd.no_typecheck():
         values = []
@@ -158,7 +161,7 @@ def _recount(
         }
         flops = FlopCounterMode(display=False, custom_mapping=formulas)
         watch = watch_of(program, values, graph.arriving)
-        pricer = PricedRun(program, graph, device, flops, costs, watch, counter, host)
+        pricer = PricedRun(program, graph, device, flops, costs, watch, counter, host, fused)
         with counter, flops, as_last_rank(flops.get_total_flops) as pricer.counted:
             with watch.on():
                 flat = pricer.run(*values)
@@ -349,7 +352,10 @@ def _parameters(
             use = choice.lifetime == "use"
             often = plan.microbatches if use else 1
             forth = often * (2 if use and node.needs_grad else 1)
-            gather = forward, forth, node.out.item_bytes, True
+            own = graph.policy_of(node)
+            is_narrow = own is not None and own.narrow is not None and own.narrow_gathers
+            sent = own.narrow.item_bytes if own is not None and own.narrow is not None and is_narrow else 0
+            gather = forward, forth, sent or node.out.item_bytes, True
             reduction = backward if node.needs_grad else None, often, back, False
             for kind, times, each, is_gather in (gather, reduction):
                 if kind is None:

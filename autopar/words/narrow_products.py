@@ -74,12 +74,14 @@ class NarrowUse(NamedTuple):
         activations: positions in ``refs`` of values that are cast at every call; none for a parameter.
         weights: positions of weights, which are cast once a step.
         shared: the number of products that read the same activations, which are cast once for all of them.
+        gathers: of a parameter: it may be gathered in that format, as only narrow products read it.
     """
 
     format: str
     activations: tuple[int, ...] = ()
     weights: tuple[int, ...] = ()
     shared: int = 1
+    gathers: bool = True
 
     @property
     def numbers(self) -> NarrowFormat:

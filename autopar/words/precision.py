@@ -114,6 +114,12 @@ class Precision:
             raise AutoparError(f"precision: {GATHERS} is {self.narrow_gathers!r}; give True or False")
         if self.narrow_gathers and not self.products:
             raise AutoparError(f"precision: {GATHERS} applies to narrow products; give products, or leave it out")
+        if self.narrow_gathers and NARROW[self.products].scales == "row":
+            raise AutoparError(
+                f"precision: {GATHERS} with products={self.products}: its products have scales of other rows in the "
+                "forward and in the backward, so a weight is cast from the wide one twice; give products=fp8, or leave "
+                f"{GATHERS} out"
+            )
 
     @property
     def narrow(self) -> NarrowFormat | None:

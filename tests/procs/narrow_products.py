@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ EXACT = {
 """Policies under which sums in another order differ by 1e-16, so that hardly a number is rounded otherwise."""
 BY_NAME: dict[str, Precision | str] = {
     "exact": EXACT["fp8"], "exact rows": EXACT["fp8-row"], "mixed": "products=fp8,modules=blocks.*",
-    "mixed rows": "products=fp8-row,modules=blocks.*",
+    "mixed rows": "products=fp8-row,modules=blocks.*", "exact gathers": replace(EXACT["fp8"], narrow_gathers=True),
+    "mixed gathers": "products=fp8,modules=blocks.*,narrow_gathers=true",
 }  # fmt: skip
 COLUMNS = {"*.qkv": {"tensor": "n"}, "*.up": {"tensor": "n"}, "*.out": {"tensor": "k"}, "*.down": {"tensor": "k"}}
 """Megatron's cut."""

@@ -52,6 +52,12 @@ def with_narrow_products(graph: Graph) -> Graph:
         nodes[i] = _as_operator(marked) if policy.narrow.runs else marked
         for position in use.weights:
             _mark_parameters(graph, nodes, graph.nodes[i].refs[position].node, policy.products)
+    if policy.narrow.runs:
+        for number, node in enumerate(nodes):
+            if node.kind == "param" and node.narrow is not None:
+                readers = graph.consumers.get(Ref(number), [])
+                alone = all(nodes[i].target == NARROW_LINEAR and nodes[i].refs[1] == Ref(number) for i, _ in readers)
+                nodes[number] = replace(node, narrow=node.narrow._replace(gathers=alone))
     return replace(graph, nodes=tuple(nodes))
 
 
