@@ -12,7 +12,7 @@ its gradients of weights are ``dy^T x`` of wide numbers (Hopper's kernels have s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,16 @@ class _Way:
         return -1 if self.numbers.scales == "row" else None
 
 
+def _each(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that computes for each simulated rank; a compiler, which has none, sees it as it is."""
+    return fn if torch.compiler.is_compiling() else each_rank(fn)  # type: ignore[no-any-return]
+
+
 def _scale(x: torch.Tensor, dim: int | None, dtype: torch.dtype, over: Groups) -> torch.Tensor:
-    most = each_rank(largest)(x, dim)
+    most = _each(largest)(x, dim)
     for axis, group in over:
         most = greatest_constant(most, axis, group)
-    return each_rank(scale_of)(most, dtype)
+    return _each(scale_of)(most, dtype)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -115,13 +120,13 @@ class _NarrowLinear(torch.autograd.Function):
         forward, _ = dtypes_of(way.numbers)
         of_x = _scale(x, way.dim, forward, way.of_x)
         of_weight = _scale(_weight(weight, way), way.dim, forward, way.of_weight)
-        qx = each_rank(narrowed)(x, of_x, forward)
+        qx = _each(narrowed)(x, of_x, forward)
         ctx.way, ctx.wide = way, x.dtype
         if way.numbers.wide_weights:
             ctx.save_for_backward(x, weight)
         else:
             ctx.save_for_backward(qx, of_x, weight, of_weight)
-        return each_rank(_forward)(qx, of_x, weight, of_weight, way, x.dtype)  # type: ignore[no-any-return]
+        return _each(_forward)(qx, of_x, weight, of_weight, way, x.dtype)
 
     @staticmethod
     def spmd_typecheck(*, x: torch.Tensor, weight: torch.Tensor, way: _Way) -> Any:
@@ -138,22 +143,22 @@ class _NarrowLinear(torch.autograd.Function):
             for needed, (node, _) in zip(ctx.needs_input_grad[:2], (*ctx.next_functions, (None, 0)), strict=False)
         )
         of_grad = _scale(grad, way.dim, back, way.of_grad)
-        qg = each_rank(narrowed)(grad, of_grad, back)
+        qg = _each(narrowed)(grad, of_grad, back)
         dx = dw = None
         if way.numbers.wide_weights:
             x, weight = ctx.saved_tensors
             if of_input:
-                turned = each_rank(torch.t)(_weight(weight, way))
+                turned = _each(torch.t)(_weight(weight, way))
                 scale = _scale(turned, way.dim, forward, way.of_weight_back)
-                dx = each_rank(_of_input)(qg, of_grad, weight, scale, way, wide)
+                dx = _each(_of_input)(qg, of_grad, weight, scale, way, wide)
             if of_weight:
-                dw = each_rank(_of_weight)(grad, None, x, None, way, wide)
+                dw = _each(_of_weight)(grad, None, x, None, way, wide)
         else:
             qx, of_x, weight, scale = ctx.saved_tensors
             if of_input:
-                dx = each_rank(_of_input)(qg, of_grad, weight, scale, way, wide)
+                dx = _each(_of_input)(qg, of_grad, weight, scale, way, wide)
             if of_weight:
-                dw = each_rank(_of_weight)(qg, of_grad, qx, of_x, way, wide)
+                dw = _each(_of_weight)(qg, of_grad, qx, of_x, way, wide)
         return dx, dw, None
 
 
