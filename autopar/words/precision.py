@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.words.narrow_products import FORMATS as NARROW
 from autopar.words.narrow_products import NarrowFormat
 
@@ -135,11 +135,11 @@ class Precision:
         """Refuse to run what is only priced.
 
         Raises:
-            AutoparError: products are in a format that no program multiplies in.
+            PlanError: products are in a format that no program multiplies in.
         """
         if self.narrow is not None and not self.narrow.runs:
             able = ", ".join(f"{name}-mixed" for name, numbers in NARROW.items() if numbers.runs)
-            raise AutoparError(
+            raise PlanError(
                 f"precision {self}: products in {self.products} can be planned and priced, but not run: run {able}, or "
                 f"'{self.wide}', whose plans take other seconds and bytes, or plan only"
             )
@@ -274,6 +274,34 @@ def adding_up_in(policy: Precision | None, dtype: torch.dtype) -> Precision:
     return replace(policy, reduce=dtype) if policy is not None else Precision(params=OWN, reduce=dtype)
 
 
+AUTO, OR = "auto", " or "
+"""``auto``: the faster of :data:`ALLOWED` that fits; ``bf16-mixed or fp8-row-mixed``: of these."""
+ALLOWED = ("bf16-mixed", "fp8-mixed")
+
+
+def parse_choice(value: object) -> tuple[Precision, ...]:
+    """Return the policies among which the fastest that fits is to be chosen; none if a single one is given, or none.
+
+    Args:
+        value: ``auto``, policies joined by `` or ``, or a list of policies.
+
+    Raises:
+        AutoparError: one of them is no policy.
+    """
+    if value == AUTO:
+        value = ALLOWED
+    elif isinstance(value, str) and OR in value:
+        value = tuple(value.split(OR))
+    if not isinstance(value, list | tuple):
+        return ()
+    policies = tuple(dict.fromkeys(parse_precision(each) for each in value))
+    if not policies or None in policies:
+        raise AutoparError(
+            f"precision is {value!r}: a choice is among policies; give one or more, such as {list(ALLOWED)}"
+        )
+    return tuple(policy for policy in policies if policy is not None)
+
+
 def parse_precision(value: object) -> Precision | None:
     """Return a policy from one, the name of a preset, or fields as ``params=bfloat16,reduce=bfloat16``.
 
@@ -284,11 +312,16 @@ def parse_precision(value: object) -> Precision | None:
         return value
     if isinstance(value, str) and value in PRESETS:
         return PRESETS[value]
+    if value == AUTO or isinstance(value, list | tuple) or (isinstance(value, str) and OR in value):
+        raise AutoparError(
+            f"precision is {value!r}, a choice, which plan and parallelize make; give one policy here, such as "
+            f"{ALLOWED[0]}"
+        )
     given = dict(part.partition("=")[::2] for part in value.split(",")) if isinstance(value, str) else {}
     flags = {name: text for name, text in given.items() if name in FLAGS}
     if not given or not set(given) <= {*FORMATS, *FLAGS, PRODUCTS, MODULES} or not {*flags.values()} <= {"true", "false"}:
         raise AutoparError(
-            f"precision is {value!r}; give {', '.join(PRESETS)}, fields such as 'params=bfloat16,reduce=bfloat16', or "
+            f"precision is {value!r}; give {', '.join(PRESETS)}, {AUTO}, fields such as 'params=bfloat16,reduce=bfloat16', or "
             "autopar.Precision(...)"
         )
     formats: dict[str, Any] = dict(given)
