@@ -21,7 +21,14 @@ from spmd_types import rules as types
 
 from autopar.rules.lowering_helpers.collective_helpers import greatest_constant, pending, sends_on
 from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes, axes_of
-from autopar.rules.lowering_helpers.narrow_numbers import dtypes_of, largest, narrowed, product, scale_of
+from autopar.rules.lowering_helpers.narrow_numbers import (
+    dtypes_of,
+    largest,
+    narrowed,
+    narrowed_and_turned,
+    product,
+    scale_of,
+)
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
@@ -60,7 +67,7 @@ class _Way:
         return -1 if self.numbers.scales == "row" else None
 
 
-def _each(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _each(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that computes for each simulated rank; a compiler, which has none, sees it as it is."""
     return fn if torch.compiler.is_compiling() else each_rank(fn)  # type: ignore[no-any-return]
 
@@ -81,35 +88,45 @@ def _weight(weight: torch.Tensor, way: _Way) -> torch.Tensor:
 
 
 def _forward(
-    qx: torch.Tensor, of_x: torch.Tensor, weight: torch.Tensor, of_weight: torch.Tensor, way: _Way, wide: torch.dtype
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, of_x: torch.Tensor, weight: torch.Tensor, of_weight: torch.Tensor, way: _Way
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the product [..., n], and the narrow input turned [k rows]; the wide one where the backward wants that."""
     forward, _ = dtypes_of(way.numbers)
+    if way.numbers.wide_weights:
+        qx, kept = narrowed(_rows(x), _rows(of_x), forward), x
+    else:
+        qx, kept = narrowed_and_turned(_rows(x), of_x, forward)
     qw = narrowed(_weight(weight, way), of_weight, forward)
-    y = product(_rows(qx), _rows(of_x) if of_x.dim() else of_x, qw, of_weight, wide, fast=True)
-    return y.view(*qx.shape[:-1], qw.shape[0])
+    y = product(qx, _rows(of_x) if of_x.dim() else of_x, qw, of_weight, x.dtype, fast=True)
+    return y.view(*x.shape[:-1], qw.shape[0]), kept
 
 
-def _of_input(
-    qg: torch.Tensor, of_grad: torch.Tensor, weight: torch.Tensor, of_weight: torch.Tensor, way: _Way,
-    wide: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    forward, _ = dtypes_of(way.numbers)
-    qw = narrowed(_weight(weight, way).t(), of_weight, forward)
-    y = product(_rows(qg), _rows(of_grad) if of_grad.dim() else of_grad, qw, of_weight, wide)
-    return y.view(*qg.shape[:-1], qw.shape[0])
+def _backward(
+    grad: torch.Tensor, of_grad: torch.Tensor, kept: torch.Tensor, of_x: torch.Tensor | None, weight: torch.Tensor,
+    of_weight: torch.Tensor, way: _Way, of_input: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of the input (``of_input``; else what came) and of the weight.
 
-
-def _of_weight(
-    g: torch.Tensor, of_grad: torch.Tensor | None, x: torch.Tensor, of_x: torch.Tensor | None, way: _Way,
-    wide: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    """Return ``g^T x``: of narrow numbers with their scales, or of wide ones without."""
-    g, x = _rows(g), _rows(x)
-    first, second = (x, g) if way.transposed else (g, x)
-    if of_grad is None or of_x is None:
-        return first.t() @ second
-    scales = (of_x, of_grad) if way.transposed else (of_grad, of_x)
-    return product(first.t(), scales[0], second.t(), scales[1], wide)
+    Args:
+        kept: of the input, what the forward kept; if ``of_x`` is None, the wide one.
+    """
+    forward, back = dtypes_of(way.numbers)
+    g, wide = _rows(grad), grad.dtype
+    if of_x is None:
+        qg, turned = narrowed(g, _rows(of_grad), back), g
+    else:
+        qg, turned = narrowed_and_turned(g, of_grad, back)
+    dx = grad
+    if of_input:
+        qw = narrowed(_weight(weight, way).t(), of_weight, forward)
+        dx = product(qg, _rows(of_grad) if of_grad.dim() else of_grad, qw, of_weight, wide)
+        dx = dx.view(*grad.shape[:-1], qw.shape[0])
+    if of_x is None:
+        x = _rows(kept)
+        return dx, x.t() @ g if way.transposed else g.t() @ x
+    if way.transposed:
+        return dx, product(kept, of_x, turned, of_grad, wide)
+    return dx, product(turned, of_grad, kept, of_x, wide)
 
 
 class _NarrowLinear(torch.autograd.Function):
@@ -120,13 +137,13 @@ class _NarrowLinear(torch.autograd.Function):
         forward, _ = dtypes_of(way.numbers)
         of_x = _scale(x, way.dim, forward, way.of_x)
         of_weight = _scale(_weight(weight, way), way.dim, forward, way.of_weight)
-        qx = _each(narrowed)(x, of_x, forward)
-        ctx.way, ctx.wide = way, x.dtype
+        y, kept = _each(_forward)(x, of_x, weight, of_weight, way)
+        ctx.way = way
         if way.numbers.wide_weights:
             ctx.save_for_backward(x, weight)
         else:
-            ctx.save_for_backward(qx, of_x, weight, of_weight)
-        return _each(_forward)(qx, of_x, weight, of_weight, way, x.dtype)
+            ctx.save_for_backward(kept, weight, of_x, of_weight)
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
     def spmd_typecheck(*, x: torch.Tensor, weight: torch.Tensor, way: _Way) -> Any:
@@ -136,30 +153,17 @@ class _NarrowLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, grad: torch.Tensor) -> Any:
-        way, wide = ctx.way, ctx.wide
+        way: _Way = ctx.way
         forward, back = dtypes_of(way.numbers)
-        of_input, of_weight = (
-            needed and reached(node)
-            for needed, (node, _) in zip(ctx.needs_input_grad[:2], (*ctx.next_functions, (None, 0)), strict=False)
-        )
+        kept, weight, *scales = ctx.saved_tensors
+        of_x, of_weight = scales or (None, None)
+        of_input = ctx.needs_input_grad[0] and reached(ctx.next_functions[0][0])
+        if of_weight is None:  # of other rows than the forward's
+            turned = _each(torch.t)(_weight(weight, way))
+            of_weight = _scale(turned, way.dim, forward, way.of_weight_back)
         of_grad = _scale(grad, way.dim, back, way.of_grad)
-        qg = _each(narrowed)(grad, of_grad, back)
-        dx = dw = None
-        if way.numbers.wide_weights:
-            x, weight = ctx.saved_tensors
-            if of_input:
-                turned = _each(torch.t)(_weight(weight, way))
-                scale = _scale(turned, way.dim, forward, way.of_weight_back)
-                dx = _each(_of_input)(qg, of_grad, weight, scale, way, wide)
-            if of_weight:
-                dw = _each(_of_weight)(grad, None, x, None, way, wide)
-        else:
-            qx, of_x, weight, scale = ctx.saved_tensors
-            if of_input:
-                dx = _each(_of_input)(qg, of_grad, weight, scale, way, wide)
-            if of_weight:
-                dw = _each(_of_weight)(qg, of_grad, qx, of_x, way, wide)
-        return dx, dw, None
+        dx, dw = _each(_backward)(grad, of_grad, kept, of_x, weight, of_weight, way, of_input)
+        return (dx if of_input else None), dw, None
 
 
 @torch.library.impl(_library, "narrow_linear", "CompositeImplicitAutograd")  # type: ignore[untyped-decorator]

@@ -11,6 +11,7 @@ otherwise saturate, and a ``GradScaler`` would not see the overflow.
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 
 import torch
@@ -20,6 +21,7 @@ from autopar.words.narrow_products import FORWARD, NarrowFormat
 
 MULTIPLE = 16
 """Sizes of products of eight bits are multiples of it, as cuBLAS wants; others are filled up with zeros."""
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 _MANTISSA, _EXPONENT = 0x007FFFFF, 0x7F800000
 _LEAST = 2.0**-100
 """The least scale: an inverse and a product of two scales are still finite in float32."""
@@ -44,13 +46,34 @@ def scale_of(most: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def narrowed(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x / scale`` in ``dtype``, rounded to the nearest.
+    """Return ``x / scale`` [m k] in ``dtype``, rounded to the nearest.
 
     Args:
-        scale: float32, broadcast to ``x``; a power of two from :func:`scale_of`, so that no value exceeds the format.
+        scale: float32, [] or [m 1]; a power of two from :func:`scale_of`, so that no value exceeds the format.
     """
+    if _has_cast(x):
+        from autopar.rules.lowering_helpers import narrow_cast_triton
+
+        return narrow_cast_triton.cast(x, scale, dtype, turn=False)[0]
     wide = x.float() if x.dtype == torch.float16 else x  # of the others the exponents reach as far as the scale's
     return (wide * scale.reciprocal().to(wide.dtype)).to(dtype)
+
+
+def narrowed_and_turned(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return :func:`narrowed`, and the same turned, [k m]: in memory of its own where kernels want that."""
+    if _has_cast(x):
+        from autopar.rules.lowering_helpers import narrow_cast_triton
+
+        return narrow_cast_triton.cast(x, scale, dtype, turn=True)
+    narrow = narrowed(x, scale, dtype)
+    return narrow, narrow.t()
+
+
+def _has_cast(x: torch.Tensor) -> bool:
+    """Return whether casts of a tensor are a kernel of their own; a compiler fuses those that it sees."""
+    return x.is_cuda and x.dtype != torch.float64 and HAS_TRITON and not torch.compiler.is_compiling()
 
 
 def product(
