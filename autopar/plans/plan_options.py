@@ -28,7 +28,7 @@ from hardware_profiles.strict import MOST_COUNTED, Unreadable, parse_count, shor
 TRAINING, INFERENCE = MODES = "training", "inference"
 """Uses of a plan."""
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum", "muon")
+OPTIMIZERS = ("adamw", "adam", "adamw8bit", "sgd", "sgd_momentum", "muon")
 MOST_AXES = 3
 """Axes of the mesh shapes that are tried, at most, by default."""
 
@@ -334,9 +334,9 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
     ),
     PlanOption(
         "optimizer", "adamw", lambda _: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",
-        "``adamw``, ``sgd``, ``sgd_momentum`` or ``muon`` (of hidden matrices, AdamW of the rest), for bytes of "
-        "state and seconds of the step; or an optimizer, whose class says which.",
-        (Flag(("--optimizer",), "adamw, sgd, sgd_momentum or muon: of matrices, AdamW of the rest."),),
+        "``adamw``, ``adamw8bit`` (states in 8 bits), ``sgd``, ``sgd_momentum`` or ``muon`` (of hidden "
+        "matrices, AdamW of the rest), for bytes of state and seconds of the step; or an optimizer, whose class says which.",
+        (Flag(("--optimizer",), "adamw, adamw8bit, sgd, sgd_momentum or muon: of matrices, AdamW of the rest."),),
     ),
     PlanOption(
         "precision", None, optional(lambda v: isinstance(v, (str, Precision, list, tuple))),

@@ -5,8 +5,8 @@ value within the format, so that dividing and multiplying by them is exact, the 
 a tensor that is already a multiple of such numbers is cast without a further error. (torchao offers that as
 ``round_scales_to_power_of_2``; the OCP microscaling formats have no others.)
 
-A value that is not finite makes its scale NaN, and so everything that is computed with it: a narrow cast would
-otherwise saturate, and a ``GradScaler`` would not see the overflow.
+A value that is not finite makes its scale infinite, and everything that is computed with it NaN (zero times infinity):
+a narrow cast would otherwise saturate, and a ``GradScaler`` would not see the overflow.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def largest(x: torch.Tensor, dim: int | None) -> torch.Tensor:
     """
     if (x.shape[dim] if dim is not None else x.numel()) == 0:
         return x.new_zeros([] if dim is None else [*x.shape[:dim], 1], dtype=torch.float32)
-    most = torch.linalg.vector_norm(x, torch.inf, dim, keepdim=dim is not None)  # reads once and writes nothing
-    return most.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    # one kernel, which reads once and writes a number
+    most = torch.linalg.vector_norm(x, torch.inf, dim, keepdim=dim is not None).float()
+    return most.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def scale_of(most: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the least power of two that keeps values up to ``most`` (float32) within ``dtype``; NaN for infinity."""
+    """Return the least power of two that keeps values up to ``most`` (float32) within ``dtype``; infinity for that."""
     least = (most / torch.finfo(dtype).max).clamp(min=_LEAST)
-    rounded_up = (least.view(torch.int32) + _MANTISSA).bitwise_and(_EXPONENT).view(torch.float32)
-    return torch.where(torch.isfinite(most), rounded_up, torch.nan)
+    return (least.view(torch.int32) + _MANTISSA).bitwise_and(_EXPONENT).view(torch.float32)
 
 
 def narrowed(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -72,8 +72,10 @@ def narrowed_and_turned(
 
 
 def _has_cast(x: torch.Tensor) -> bool:
-    """Return whether casts of a tensor are a kernel of their own; a compiler fuses those that it sees."""
-    return x.is_cuda and x.dtype != torch.float64 and HAS_TRITON and not torch.compiler.is_compiling()
+    """Return whether casts of a tensor are a kernel of their own; what is traced, a compiler fuses."""
+    has_values = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+    wanted = has_values and x.is_cuda and x.dtype != torch.float64
+    return wanted and HAS_TRITON and not torch.compiler.is_compiling()
 
 
 def product(

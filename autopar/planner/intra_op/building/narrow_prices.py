@@ -17,6 +17,8 @@ from autopar.words.narrow_products import NarrowFormat, NarrowUse
 from cost_models.costs import Costs, OpSeconds, OpWork
 from hardware_profiles import Device, is_gpu
 
+SCALE_KERNELS = 6
+"""Kernels on a number or a row that find one scale in our own programs."""
 DTYPES = {"float8": "float8_e4m3fn", "float4": "float4_e2m1fn"}
 """The dtype of operators by the rate of a data sheet."""
 
@@ -62,11 +64,12 @@ def product_seconds(
     activations = sum(local.ins[position] for position in use.activations)
     each = numbers.cast_bytes(local.wide)
     cast = activations * each / (use.shared if fused else 1)
-    again = 0.0
+    again = scales = 0.0
     if numbers.runs and not fused:
         again = sum(local.ins[position] for position in use.weights) * each
-    there = costs.copy(device, cast + again, work.dtype)
-    back = costs.copy(device, local.out * each + again, work.dtype) if work.differentiable else 0.0
+        scales = SCALE_KERNELS * costs.copy(device, 4.0, "float32")
+    there = costs.copy(device, cast + again, work.dtype) + 2 * scales
+    back = costs.copy(device, local.out * each + again, work.dtype) + scales if work.differentiable else 0.0
     if any(local.between):
         there += costs.copy(device, local.between[0] * each, work.dtype)
         back += costs.copy(device, local.between[1] * each, work.dtype) if work.differentiable else 0.0
