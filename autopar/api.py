@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar.rules  # noqa: F401  (registers the rules)
-from autopar.capture import Captured, check_products_run
+from autopar.capture import Captured, check_products_run, none_narrow
 from autopar.capture.in_parts import InputRows, captured_in_parts, no_rows_in
 from autopar.capture.microbatches import as_whole, first_part, rows_of
 from autopar.comparison.draws_of_eager import check_draws
@@ -268,6 +268,8 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             request = request_under(request, policy, gradient_dtype)
         captured = all_ranks.on_all(group, lambda: taken(request.pins.precision))
         check_products_run(captured.graph)
+        if dist.get_rank(group) == 0 and (said := none_narrow(captured.graph)):
+            warnings.warn(said, stacklevel=2)
         if parts_of_rows > 1:
             local_rows = split_example(example_inputs, example_kwargs, targets)
             example_inputs, example_kwargs, targets = as_whole(local_rows, parts_of_rows, no_rows_in(captured))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from autopar.errors import CaptureError
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.narrow_products import FORMATS, NARROW_LINEAR, NarrowUse
+from autopar.words.precision import Precision
 
 PRODUCTS = frozenset({
     "aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default", "aten.bmm.default",
@@ -83,8 +84,7 @@ def check_products_run(graph: Graph) -> None:
             of_experts = "products of experts" if _is_of_experts(node) else node.target
             raise CaptureError(
                 f"precision {graph.precision}: {of_experts} in '{node.module}' can be planned and priced in "
-                f"{node.narrow.format}, but not run\n  leave them wide: precision='{graph.precision},modules="
-                f"{_without(graph, node)}'"
+                f"{node.narrow.format}, but not run\n  leave them wide: precision='{_without(graph.precision, node)}'"
             )
 
 
@@ -104,11 +104,10 @@ def with_wide_products(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(map(wide, graph.nodes)))
 
 
-def _without(graph: Graph, node: Node) -> str:
-    """Return patterns of modules that leave out a node and all that are called alike."""
-    policy = graph.precision
-    assert policy is not None
-    return "|".join([*policy.modules, "!" + re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", node.module)])
+def _without(policy: Precision, node: Node) -> Precision:
+    """Return a policy with patterns that leave out a node's module and all that are called alike."""
+    alike = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", node.module)
+    return replace(policy, modules=(*(policy.modules or ("*.[0-9]*.*",)), f"!{alike}"))
 
 
 def _what_is_wanted(graph: Graph) -> str:
