@@ -63,7 +63,7 @@ def agreed_on(
 
 
 def request_under(request: PlanRequest, policy: Precision, gradient_dtype: torch.dtype | None) -> PlanRequest:
-    """Return the request for a plan under one policy, with gradients summed in ``gradient_dtype`` where that is given."""
+    """Return the request for a plan under one policy, with gradients summed in ``gradient_dtype`` if that is given."""
     policy = policy if gradient_dtype is None else adding_up_in(policy, gradient_dtype)
     return replace(request, pins=replace(request.pins, precision=policy))
 

@@ -106,7 +106,9 @@ class Precision:
                 "params a format, such as bfloat16"
             )
         if isinstance(self.modules, str) or not all(isinstance(pattern, str) for pattern in self.modules):
-            raise AutoparError(f"precision: {MODULES} are {self.modules!r}; give patterns, ('layers.*.mlp.*', '!*.gate')")
+            raise AutoparError(
+                f"precision: {MODULES} are {self.modules!r}; give patterns, such as ('layers.*.mlp.*', '!*.gate')"
+            )
         object.__setattr__(self, MODULES, tuple(self.modules))
         if self.modules and not self.products:
             raise AutoparError(f"precision: {MODULES} say which products are narrow; give products, or leave it out")
@@ -319,10 +321,11 @@ def parse_precision(value: object) -> Precision | None:
         )
     given = dict(part.partition("=")[::2] for part in value.split(",")) if isinstance(value, str) else {}
     flags = {name: text for name, text in given.items() if name in FLAGS}
-    if not given or not set(given) <= {*FORMATS, *FLAGS, PRODUCTS, MODULES} or not {*flags.values()} <= {"true", "false"}:
+    known = {*FORMATS, *FLAGS, PRODUCTS, MODULES}
+    if not given or not set(given) <= known or not {*flags.values()} <= {"true", "false"}:
         raise AutoparError(
-            f"precision is {value!r}; give {', '.join(PRESETS)}, {AUTO}, fields such as 'params=bfloat16,reduce=bfloat16', or "
-            "autopar.Precision(...)"
+            f"precision is {value!r}; give {', '.join(PRESETS)}, {AUTO}, fields such as "
+            "'params=bfloat16,reduce=bfloat16', or autopar.Precision(...)"
         )
     formats: dict[str, Any] = dict(given)
     formats |= {name: text == "true" for name, text in flags.items()}

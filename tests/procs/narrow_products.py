@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import autopar
+from autopar.planner.intra_op.building.parameter_sharding import collectives
+from autopar.runtime.parameters import redistribution
 from autopar.words.precision import Precision, parse_precision
 
 WIDTH, WORDS, LENGTH, ROWS = 64, 32, 16, 8
@@ -179,3 +181,54 @@ def curve(name: str, layout: str, steps: int) -> tuple[list[float], list[float]]
         losses.append(float(pm.train_step(batch(step), optimizer=optimizer)))
     alone = curve_on_one_device(policy, steps, options.get("microbatches", 1)) if dist.get_rank() == 0 else losses
     return losses, alone
+
+
+def sent() -> tuple[int, int, tuple[int, int]]:
+    """Bytes that a rank gives to gathers in a step without and with narrow gathers, kept for the step; and those of
+    narrow weights that the plans count, of whole weights."""
+    found, planned = [], []
+    for name in ("mixed", "mixed gathers"):
+        layout = {"constraints": {"*.up": {"data": "b"}}, "params": {"*.weight": "S0"}}
+        pm = autopar.parallelize(
+            GPT(), init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), (batch(),),
+            precision=BY_NAME[name], **layout,
+        )  # fmt: skip
+        before, given = redistribution._all_gather, 0
+
+        def gather(out: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
+            nonlocal given
+            given += x.numel() * x.element_size()
+            return before(out, x, **options)  # noqa: B023
+
+        redistribution._all_gather = gather
+        try:
+            pm(batch()).backward()
+        finally:
+            redistribution._all_gather = before
+        found.append(given)
+        (stage,), graph = pm.plan.stages, autopar.capture(GPT(), (batch(),), precision=BY_NAME[name]).graph
+        planned.append(sum(
+            n_bytes for _, node in graph.of_kind("param") if node.narrow is not None
+            for _, kind, n_bytes, _ in collectives(
+                node.out, True, stage.params[node.target], stage.mesh, 1, graph.policy_of(node)
+            ) if kind == "all_gather"
+        ))  # fmt: skip
+    return found[0], found[1], (planned[0], planned[1])
+
+
+def compiled() -> list[tuple[list[float], list[float]]]:
+    """Losses of steps as they run and compiled, on two ranks; with gathers for each use inside of the graph too."""
+    found = []
+    for name, layout in (("mixed", "data"), ("mixed gathers", "zero"), ("mixed rows", "tensor")):
+        curves = []
+        for compiles in (False, True):
+            options = dict(LAYOUTS[layout])
+            mesh = options.pop("mesh")
+            device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+            pm = autopar.parallelize(GPT(), device_mesh, (batch(),), precision=BY_NAME[name], **options)
+            if compiles:
+                pm.compile(backend="aot_eager")
+            optimizer = torch.optim.AdamW(pm.parameters(), lr=3e-3)
+            curves.append([float(pm.train_step(batch(step), optimizer=optimizer)) for step in range(3)])
+        found.append((curves[0], curves[1]))
+    return found
