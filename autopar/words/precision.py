@@ -150,9 +150,9 @@ class Precision:
         """Return whether products of a module are to be narrow; None if no patterns were given."""
         if not self.modules:
             return None
-        chosen = [p for p in self.modules if not p.startswith("!")] or ["*"]
-        left_out = [p[1:] for p in self.modules if p.startswith("!")]
-        return any(fnmatchcase(module, p) for p in chosen) and not any(fnmatchcase(module, p) for p in left_out)
+        chosen = [text for text in self.modules if not text.startswith(NOT)] or ["*"]
+        left_out = [text.removeprefix(NOT) for text in self.modules if text.startswith(NOT)]
+        return any(fnmatchcase(module, text) for text in chosen) and not any(fnmatchcase(module, t) for t in left_out)
 
     def _refuse_more_than_own(self) -> None:
         """Refuse choices other than ``reduce`` for parameters that keep the model's formats."""
@@ -260,6 +260,8 @@ ROUNDING = "stochastic_rounding"
 GATHERS = "narrow_gathers"
 FLAGS = (ROUNDING, GATHERS)
 PRODUCTS, MODULES = "products", "modules"
+NOT = "!"
+"""Before a pattern of modules that are left out."""
 FORMATS = tuple(f.name for f in fields(Precision) if f.name not in (*FLAGS, PRODUCTS, MODULES))
 MIXED = Precision()
 PRESETS = {
