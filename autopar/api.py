@@ -20,7 +20,7 @@ from autopar.comparison.draws_of_eager import check_draws
 from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts
 from autopar.comparison.same_model import check_capture, check_same_model
-from autopar.errors import first_few
+from autopar.errors import PlanError, first_few
 from autopar.inference.prepared import made_ready
 from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether

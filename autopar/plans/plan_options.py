@@ -334,8 +334,8 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
     ),
     PlanOption(
         "optimizer", "adamw", lambda _: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",
-        "``adamw``, ``adamw8bit`` (states in 8 bits), ``sgd``, ``sgd_momentum`` or ``muon`` (of hidden "
-        "matrices, AdamW of the rest), for bytes of state and seconds of the step; or an optimizer, whose class says which.",
+        "``adamw``, ``adamw8bit`` (states in 8 bits), ``sgd``, ``sgd_momentum`` or ``muon`` (of hidden matrices, AdamW "
+        "of the rest), for bytes of state and seconds of the step; or an optimizer, whose class says which.",
         (Flag(("--optimizer",), "adamw, adamw8bit, sgd, sgd_momentum or muon: of matrices, AdamW of the rest."),),
     ),
     PlanOption(
