@@ -127,10 +127,9 @@ class PricedRun(Watched):
 
     def __init__(
         self, program: Program, graph: Graph, device: Device, flops: FlopCounterMode, costs: Costs, watch: SavedTensors,
-        collectives: CollectiveCount, host: HostCopies | None = None, fused: bool = False,
+        collectives: CollectiveCount, host: HostCopies | None = None,
     ) -> None:  # fmt: skip
         super().__init__(program, watch)
-        self.fused = fused
         self.copies = CountedCopies(host)
         self.collectives = collectives
         self.costs = costs
@@ -274,7 +273,7 @@ class PricedRun(Watched):
         if use is None:
             return self.costs.op(self.device, work)
         local = LocalProduct([t.numel() for t in ins], outs[0].numel(), (0, 0), ins[0].element_size())
-        return product_seconds(self.costs, self.device, work, use, local, self.fused)
+        return product_seconds(self.costs, self.device, work, use, local, self.costs.fuses)
 
     def _work(
         self, n: torch.fx.Node, rule: Rule, ins: Tensors, outs: Tensors, flops: float,

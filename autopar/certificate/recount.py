@@ -105,8 +105,7 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
         with as_on_gpu() if kernels.gpu else nullcontext():
             host = copies_of(cluster, device)
             computing = _recount(
-                program, plan, graph, device, costs, axes, names, report, tensor_exposed(cluster), host,
-                kernels.fused,
+                program, plan, graph, device, costs, axes, names, report, tensor_exposed(cluster), host
             )  # fmt: skip
     parameter_bytes, gradient_bytes, optimizer_bytes = _stored(plan, graph)
     buffer_bytes = _buffers(plan, graph) if graph.forward_only else 0
@@ -139,12 +138,10 @@ def _recount(
     report: Report,
     tensor: float,
     host: HostCopies | None,
-    fused: bool,
 ) -> Computing:
     """Count a microbatch into ``report``, and return the computation of operators that depend on parameters.
 
-    ``tensor`` is the exposed share of collectives of tensor parallelism, ``host`` the device's copies to its host;
-    ``fused``: kernels are.
+    ``tensor`` is the exposed share of collectives of tensor parallelism, ``host`` the device's copies to its host.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), spmd.no_typecheck():
         values = []
@@ -161,7 +158,7 @@ def _recount(
         }
         flops = FlopCounterMode(display=False, custom_mapping=formulas)
         watch = watch_of(program, values, graph.arriving)
-        pricer = PricedRun(program, graph, device, flops, costs, watch, counter, host, fused)
+        pricer = PricedRun(program, graph, device, flops, costs, watch, counter, host)
         with counter, flops, as_last_rank(flops.get_total_flops) as pricer.counted:
             with watch.on():
                 flat = pricer.run(*values)
