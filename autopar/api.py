@@ -13,21 +13,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar.rules  # noqa: F401  (registers the rules)
-from autopar.capture import Captured
+from autopar.capture import Captured, check_products_run, none_narrow
 from autopar.capture.in_parts import InputRows, captured_in_parts, no_rows_in
 from autopar.capture.microbatches import as_whole, first_part, rows_of
 from autopar.comparison.draws_of_eager import check_draws
 from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts
 from autopar.comparison.same_model import check_capture, check_same_model
-from autopar.errors import first_few
+from autopar.errors import PlanError, first_few
 from autopar.inference.prepared import made_ready
 from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether
 from autopar.parallelizing.call_examples import example_of, split_example, split_inputs
 from autopar.parallelizing.forward_only import ready_for
 from autopar.parallelizing.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
-from autopar.plan_calls import ExpertLoad, capture, layouts, plan
+from autopar.parallelizing.precisions import agreed_on, fastest, request_under, with_note
+from autopar.plan_calls import Allowed, ExpertLoad, capture, layouts, plan
 from autopar.planner import planning
 from autopar.planner.planning import Outcome
 from autopar.plans.clusters import get_cluster, profile_of
@@ -48,7 +49,7 @@ from autopar.runtime.ranks.presence import alive
 from autopar.runtime.variants.buckets import Buckets, Size
 from autopar.runtime.variants.program_cache import KEPT, KEPT_IN_INFERENCE, Programs
 from autopar.words.meshes import mesh_shapes
-from autopar.words.precision import Precision, adding_up_in, parse_precision
+from autopar.words.precision import Precision, adding_up_in, parse_choice, parse_precision
 from hardware_profiles import Cluster
 
 
@@ -70,7 +71,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
     offload: OffloadWish | None = None,
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
-    precision: str | Precision | None = None,
+    precision: Allowed = None,
     expert_load: ExpertLoad = None,
     microbatches: int | str | Sequence[int] | None = None,
     stages: int | str | None = None,
@@ -216,6 +217,11 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
                 cluster = profile_of(profile, cluster)
             else:
                 mesh = profile_of(profile, mesh)
+        allowed = parse_choice(precision)
+        if allowed:
+            if plan is not None:
+                raise PlanError(f"precision={precision!r} is a choice, and plan= was made under one; leave it out")
+            given["precision"] = allowed[0]
         if plan is not None and precision is None:
             given["precision"] = policy_of(plan, group)
         request = all_ranks.on_all(group, lambda: replace(_asked(given, device_mesh), input_rows=input_rows))
@@ -236,19 +242,34 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             batch_of_step = example_of(model, example_inputs, example_kwargs, targets)
             return first_part(batch_of_step, microbatches, no_rows_in(one) if one is not None else ())
 
-        def taken_of(batch_taken: Any) -> Captured:
-            args, kwargs, of_loss = batch_taken
-            return capture(
-                model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=request.pins.precision
-            )  # fmt: skip
+        def taken(policy: Precision | None) -> Captured:
+            def one(batch_taken: Any) -> Captured:
+                args, kwargs, of_loss = batch_taken
+                return capture(
+                    model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=policy
+                )
 
-        def taken() -> Captured:
-            part: Captured = captured_in_parts(
-                taken_of, first(1), fixed, model, input_rows, ranks=parts_of_rows
-            )  # fmt: skip
+            part: Captured = captured_in_parts(one, first(1), fixed, model, input_rows, ranks=parts_of_rows)
             return part
 
-        captured = all_ranks.on_all(group, taken)
+        note = ""
+        if allowed:
+            seen_by_all = all_ranks.records_of(group, model, mesh)
+
+            def under(policy: Precision) -> Plan:
+                """Plan under one of the policies that are allowed."""
+                under_it = request_under(request, policy, gradient_dtype)
+                part = taken(under_it.pins.precision)
+                check_products_run(part.graph)
+                where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, seen_by_all)
+                return planning.find(model, part, lambda: first(1), where, n, under_it, name).plan
+
+            policy, note = agreed_on(group, lambda: fastest(allowed, under))
+            request = request_under(request, policy, gradient_dtype)
+        captured = all_ranks.on_all(group, lambda: taken(request.pins.precision))
+        check_products_run(captured.graph)
+        if dist.get_rank(group) == 0 and (said := none_narrow(captured.graph)):
+            warnings.warn(said, stacklevel=2)
         if parts_of_rows > 1:
             local_rows = split_example(example_inputs, example_kwargs, targets)
             example_inputs, example_kwargs, targets = as_whole(local_rows, parts_of_rows, no_rows_in(captured))
@@ -287,7 +308,8 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
                 return together.outcome
             if plan is None:
                 where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, records)
-                return planning.find(model, captured, lambda: first(1), where, n, request, name)
+                outcome = planning.find(model, captured, lambda: first(1), where, n, request, name)
+                return replace(outcome, plan=with_note(outcome.plan, note))
             return outcome_of(plan, part, get_cluster(cluster) if cluster is not None else None, mode)
 
         def part(microbatches: int) -> Captured:

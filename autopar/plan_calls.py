@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 
 import autopar.rules  # noqa: F401  (registers the rules)
-from autopar.capture import Captured
+from autopar.capture import Captured, none_narrow
 from autopar.capture import capture as _capture
 from autopar.capture.in_parts import InputRows, captured_in_parts, no_rows_in
 from autopar.capture.microbatches import first_part
@@ -18,6 +18,7 @@ from autopar.comparison.parts_of_loss import with_notes
 from autopar.errors import CaptureError, ClusterError, PlanError
 from autopar.parallelizing import arguments
 from autopar.parallelizing.call_examples import example_of
+from autopar.parallelizing.precisions import fastest, with_note
 from autopar.planner import planning
 from autopar.planner.layouts.pricing import PricedLayouts
 from autopar.plans.clusters import get_cluster, profile_of, reference
@@ -30,10 +31,12 @@ from autopar.rules.experts.expert_load import with_load
 from autopar.serving.by_arguments import serving_plan
 from autopar.serving.records import ServingPlan
 from autopar.words.meshes import Mesh
-from autopar.words.precision import Precision, parse_precision
+from autopar.words.precision import Precision, parse_choice, parse_precision
 from hardware_profiles import Cluster
 
 MeshLike = Mesh | Mapping[str, int] | str | None
+Allowed = str | Precision | Sequence[str | Precision] | None
+"""A precision policy, or several to choose from."""
 ExpertLoad = str | Path | Sequence[float] | Mapping[str, Sequence[float]] | None
 
 
@@ -99,7 +102,7 @@ def plan(
     offload: OffloadWish | None = None,
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
-    precision: str | Precision | None = None,
+    precision: Allowed = None,
     expert_load: ExpertLoad = None,
     microbatches: int | str | Sequence[int] | None = None,
     stages: int | str | None = None,
@@ -155,7 +158,7 @@ def plan(
     offload: OffloadWish | None = None,
     memory_limit: float | str | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
-    precision: str | Precision | None = None,
+    precision: Allowed = None,
     expert_load: ExpertLoad = None,
     microbatches: int | str | Sequence[int] | None = None,
     stages: int | str | None = None,
@@ -210,6 +213,12 @@ def plan(
     if mode != TRAINING or serving:
         return serving_plan(given, mode, serving)
     arguments.check(**given)
+    if allowed := parse_choice(precision):
+        if captured is not None:
+            raise PlanError(f"precision={precision!r} is a choice, and captured= was captured under one; leave it out")
+        _, chosen, note = fastest(allowed, lambda policy: plan(**{**given, "precision": policy}))
+        return with_note(chosen, note)
+    assert precision is None or isinstance(precision, (str, Precision))
     if profile is not None:
         cluster = profile_of(profile, cluster)
     if cluster is None:
@@ -241,7 +250,8 @@ def plan(
     outcome = planning.find(
         model, captured, lambda: batch, where, where.n_devices, request, reference(cluster), runs=False
     )
-    return replace(with_notes(outcome.plan, outcome.captured, model, batch), graph=outcome.captured.graph)
+    found = with_note(with_notes(outcome.plan, outcome.captured, model, batch), none_narrow(outcome.captured.graph))
+    return replace(found, graph=outcome.captured.graph)
 
 
 def layouts(

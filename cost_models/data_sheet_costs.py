@@ -29,7 +29,7 @@ SCORES_PASSES, SCORES_PASSES_BACK = 12, 12
 addition, softmax, and what keeps rows of nothing but -inf from being no numbers."""
 BUCKET_BYTES = 25 * 2**20
 """The bucket in which torch's DistributedDataParallel reduces gradients, its default."""
-STEP_PASSES = {"adamw": 7, "adam": 7, "sgd": 3, "sgd_momentum": 5, "muon": 12}
+STEP_PASSES = {"adamw": 7, "adam": 7, "adamw8bit": 4, "sgd": 3, "sgd_momentum": 5, "muon": 12}
 """How often a fused optimizer's step reads or writes as many bytes as the parameters have: parameter, gradient and each
 state are read, all but the gradient written. Muon's elementwise part is none: two interpolations, a cast, the decay and
 the update follow each other (torch.optim._muon)."""

@@ -56,7 +56,7 @@ import torch
 from autopar.capture.batch_totals import Totals
 from autopar.capture.branches.data_branches import warn_of_fixed_numbers
 from autopar.capture.branches.observed_run import answers_of
-from autopar.capture.graph.marked_products import none_narrow
+from autopar.capture.graph.marked_products import check_products_run, none_narrow, with_wide_products
 from autopar.capture.in_parts import InParts
 from autopar.capture.losses import check_loss
 from autopar.capture.passes import GRAPH, run
@@ -296,4 +296,6 @@ def _without_aliases(inputs: PyTree) -> PyTree:
     return pytree.tree_map(fresh, inputs)
 
 
-__all__ = ["Captured", "WithLoss", "capture", "none_narrow", "on_meta"]
+__all__ = [
+    "Captured", "WithLoss", "capture", "check_products_run", "none_narrow", "on_meta", "with_wide_products",
+]  # fmt: skip

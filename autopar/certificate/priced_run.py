@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.certificate.activations import SavedTensors, Watched
 from autopar.lower.program import Program
+from autopar.planner.intra_op.building.narrow_prices import LocalProduct, product_seconds
 from autopar.plans.memory_decisions import DECISIONS, MemoryDecision
 from autopar.rules.attention.ring_attention import QUERIES, RING
 from autopar.rules.lowering_helpers.lowering_trial import Begun, Counted
@@ -281,7 +282,12 @@ class PricedRun(Watched):
             gemm = attention_shape(flops, ins[0].shape, outs[0].shape)
         if rule.kind not in ("matmul", "conv", "attention"):
             flops = 0.0
-        spent = self.costs.op(self.device, self._work(n, rule, ins, outs, flops, gemm, gradients, key))
+        work = self._work(n, rule, ins, outs, flops, gemm, gradients, key)
+        use = self.source.nodes[self.source.index[n.meta["autopar"]["node"]]].narrow
+        if use is not None:
+            local = LocalProduct([t.numel() for t in ins], outs[0].numel(), (0, 0), ins[0].element_size())
+            return product_seconds(self.costs, self.device, work, use, local, self.costs.fuses)
+        spent = self.costs.op(self.device, work)
         joined = [ins[i] for i in joined_gradients(rule, n.meta["autopar"]["options"]) if ins[i].requires_grad]
         if not joined or not any(t.requires_grad for t in outs):
             return spent

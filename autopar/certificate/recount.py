@@ -391,7 +391,10 @@ def _parameters(
             use = choice.lifetime == "use"
             often = plan.microbatches if use else 1
             forth = often * (2 if use and node.needs_grad else 1)
-            gather = forward, forth, node.out.item_bytes, True
+            own = graph.policy_of(node)
+            is_narrow = own is not None and own.narrow is not None and own.narrow_gathers
+            sent = own.narrow.item_bytes if own is not None and own.narrow is not None and is_narrow else 0
+            gather = forward, forth, sent or node.out.item_bytes, True
             reduction = backward if node.needs_grad else None, often, back, False
             for kind, times, each, is_gather in (gather, reduction):
                 if kind is None:

@@ -37,15 +37,16 @@ def check(path: PlanPath, model: ModelOption = None, trust: Trust = False, as_js
     excludes transfers between pipeline stages. The exit code is 1 if a claim does not hold, or if the peak is above the
     memory limit.
 
-    Plans with products in 8 or 4 bits are refused: no program is emitted for them yet.
+    Plans with products in formats that are priced alone (mxfp8, nvfp4) are refused: no program multiplies so.
 
     Example: autopar check plan.json --trust
     """
+    from autopar.capture import check_products_run
+
     document = open_plan(path)
     _, captured = model_of(document, path, model, trust=trust)
     plan, cluster = bound(document, captured)
-    if captured.graph.precision is not None:
-        captured.graph.precision.check_runs()
+    check_products_run(captured.graph)
     with progress("checking") as say:
         from autopar import certificate
         from autopar.plans.prices import bytes_together

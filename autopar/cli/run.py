@@ -85,6 +85,7 @@ def run(
         if int(os.environ.get("RANK", "0")) == 0:
             _report({**result, "ran_on": where}, document.raw["cluster"], as_json)
         return
+    from autopar.capture import check_products_run
     from autopar.frontends.models import split_spec
 
     loaded, captured = model_of(document, path, model, trust=True)
@@ -92,8 +93,7 @@ def run(
     if not split_spec(spec)[0]:  # frontends make models without values here, and with values on the ranks
         check_values(loaded, spec)
     plan, cluster = bound(document, captured)  # report a wrong plan before processes start
-    if captured.graph.precision is not None:
-        captured.graph.precision.check_runs()
+    check_products_run(captured.graph)
     if captured.graph.loss is None:
         raise UsageError("the model has no scalar loss among its outputs, so it cannot be trained; return the loss")
     from autopar.comparison.parts_of_loss import with_notes

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.capture import Captured
+from autopar.capture import Captured, with_wide_products
 from autopar.comparison.double_precision import LOW, as_wide_as, doubled, promoted, wide, widen
 from autopar.comparison.first_difference import explained
 from autopar.comparison.relative import LIMITS, Comparison, difference_of, is_tensor
@@ -43,6 +43,7 @@ def compare_with_eager(
     note = reason_not_to(captured, model, (args, kwargs, targets), bounded)
     if note:
         return Comparison(note=note)
+    captured = replace(captured, graph=with_wide_products(captured.graph))  # eager mode has no narrow ones
     policy = captured.graph.precision
     with policy.of_model(model) if policy is not None else contextlib.nullcontext():
         side = Sides(captured, model, args, kwargs, targets)

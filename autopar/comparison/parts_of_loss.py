@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.capture import Captured
+from autopar.capture import Captured, with_wide_products
 from autopar.capture.evaluation import evaluated
 from autopar.capture.in_parts import no_rows_in
 from autopar.capture.microbatches import part_of_batch
@@ -147,7 +147,7 @@ def _by_parts(
     """Return the loss of a step in eval mode: those of its microbatches, weighted by their rows."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     named = {**named_tensors(model, loss_fn), **captured.constants}
-    graph = evaluated(captured.graph)
+    graph = evaluated(with_wide_products(captured.graph))  # scales are those of each microbatch
     program = lower(graph, one_device(graph), device)
     ahead = totals_ahead(captured, device)
     batch = Batch(captured, inspect.signature(model.forward), device)

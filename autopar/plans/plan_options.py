@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.plans.offload_options import is_offload
 from autopar.plans.plan import Pins
 from autopar.words.load_shares import MEASURED, UNIFORM
-from autopar.words.precision import PRESETS, Precision
+from autopar.words.precision import ALLOWED, AUTO, OR, PRESETS, Precision
 from autopar.words.texts import show_bytes
 from hardware_profiles import COUNT_MARGIN, UNKNOWN_FRACTION
 from hardware_profiles.strict import MOST_COUNTED, Unreadable, parse_count, shortened
@@ -28,7 +28,7 @@ from hardware_profiles.strict import MOST_COUNTED, Unreadable, parse_count, shor
 TRAINING, INFERENCE = MODES = "training", "inference"
 """Uses of a plan."""
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum", "muon")
+OPTIMIZERS = ("adamw", "adam", "adamw8bit", "sgd", "sgd_momentum", "muon")
 MOST_AXES = 3
 """Axes of the mesh shapes that are tried, at most, by default."""
 
@@ -334,17 +334,20 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
     ),
     PlanOption(
         "optimizer", "adamw", lambda _: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",
-        "``adamw``, ``sgd``, ``sgd_momentum`` or ``muon`` (of hidden matrices, AdamW of the rest), for bytes of "
-        "state and seconds of the step; or an optimizer, whose class says which.",
-        (Flag(("--optimizer",), "adamw, sgd, sgd_momentum or muon: of matrices, AdamW of the rest."),),
+        "``adamw``, ``adamw8bit`` (states in 8 bits), ``sgd``, ``sgd_momentum`` or ``muon`` (of hidden matrices, AdamW "
+        "of the rest), for bytes of state and seconds of the step; or an optimizer, whose class says which.",
+        (Flag(("--optimizer",), "adamw, adamw8bit, sgd, sgd_momentum or muon: of matrices, AdamW of the rest."),),
     ),
     PlanOption(
-        "precision", None, optional(lambda v: isinstance(v, (str, Precision))),
-        f"{', '.join(PRESETS)}, or autopar.Precision(...)",
+        "precision", None, optional(lambda v: isinstance(v, (str, Precision, list, tuple))),
+        f"{', '.join(PRESETS)}, {AUTO}, autopar.Precision(...), or a list to choose from",
         "what is kept and computed in which format: ``bf16-mixed`` computes in bfloat16 on casts of float32 masters, "
-        "which the module's parameters are; or an :class:`autopar.Precision`. None: as the model is.",
+        "which the module's parameters are; ``fp8-mixed`` multiplies in eight bits beside; or an "
+        ":class:`autopar.Precision`. Of a list the fastest that fits is taken, and a note says so; ``auto`` is "
+        f"``{list(ALLOWED)}``. None: as the model is.",
         (Flag(("--precision",), f"{', '.join(PRESETS)}, or fields such as params=bfloat16,reduce=bfloat16. bf16-mixed: "
-              "bfloat16 compute on float32 masters and moments."),),
+              f"bfloat16 compute on float32 masters and moments. '{OR.join(ALLOWED)}', or {AUTO}: the faster that "
+              "fits."),),
         (Pin("precision", "precision", "same", lambda policy: [f"precision {policy}"]),),
     ),
     PlanOption(

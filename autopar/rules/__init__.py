@@ -23,9 +23,9 @@ import importlib
 
 FAMILIES = (
     "families.pointwise", "families.shape", "families.image", "families.reduce", "families.histogram",
-    "families.factory", "families.index", "families.contraction", "families.conv", "families.pool",
-    "attention.attention", "families.norm", "families.loss", "families.embedding", "families.recurrences",
-    "families.ctc", "experts.experts", "experts.expert_block", "families.sharded_random",
+    "families.factory", "families.index", "families.contraction", "families.narrow_linear", "families.conv",
+    "families.pool", "attention.attention", "families.norm", "families.loss", "families.embedding",
+    "families.recurrences", "families.ctc", "experts.experts", "experts.expert_block", "families.sharded_random",
     "families.random_distributions", "families.multinomial", "families.seeded_number", "families.value_without_history",
     "families.branch", "discovery",
 )  # fmt: skip

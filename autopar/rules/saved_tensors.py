@@ -24,6 +24,7 @@ from autopar.rules.strategy import Strategy, grads_of
 from autopar.torch_private import FakeTensorMode, pytree
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
+from autopar.words.narrow_products import NARROW_LINEAR
 from autopar.words.placements import State, axis_and_block
 from autopar.words.shards import local_shape
 from autopar.words.trees import PyTree
@@ -150,11 +151,13 @@ def key_of_call(
 def _narrowed(saved: Saved, call: Call, ins: Sequence[LocalLayout]) -> Saved:
     """Return what a narrow product saves: transposed narrow copies in place of its activations.
 
+    An operator that multiplies so was tried, and saves what it saved there.
+
     Experts, two products in one operator, save the rows in the order of experts and what the second product reads in
     memory of their own.
     """
     use = call.narrow
-    if use is None or not saved.keeps:
+    if use is None or not saved.keeps or call.target == NARROW_LINEAR:
         return saved
     cast = [position for position in use.activations if position in saved.ins]
     elements, narrow = sum(prod(ins[position].shape) for position in cast), use.numbers.item_bytes

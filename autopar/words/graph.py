@@ -140,7 +140,7 @@ class Node:
         load: for routed experts, the share of rows that each has; empty if all have the same. For prices alone: a
             plan is for any load.
         narrow: how a product, or a parameter that is a weight of one, takes part in a policy's narrow products; None
-            for all else. For prices and bytes alone.
+            for all else.
     """
 
     name: str
@@ -240,10 +240,15 @@ class Graph:
         return spec if self.precision is None else spec._replace(dtype=self.precision.kept(spec.dtype))
 
     def policy_of(self, param: Node) -> Precision | None:
-        """Return the policy for one parameter: without narrow products if it is no weight of one."""
-        if self.precision is None or not self.precision.products or param.narrow is not None:
+        """Return the policy for one parameter: without narrow products if it is no weight of one.
+
+        Nor with narrow gathers if others read it, too.
+        """
+        if self.precision is None or not self.precision.products:
             return self.precision
-        return self.precision.wide
+        if param.narrow is None:
+            return self.precision.wide
+        return self.precision if param.narrow.gathers else replace(self.precision, narrow_gathers=False)
 
     def of_kind(self, kind: str) -> list[tuple[int, Node]]:
         """Return ``(number, node)`` of every node of a kind."""

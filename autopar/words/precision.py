@@ -15,9 +15,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.words.narrow_products import FORMATS as NARROW
 from autopar.words.narrow_products import NarrowFormat
 
@@ -46,8 +47,10 @@ class Precision:
         stochastic_rounding: round what the optimizer writes in bfloat16, moments and masters, with random bits that do
             not depend on the mesh.
         products: the format in which linear layers of blocks are multiplied, of
-            :data:`autopar.words.narrow_products.FORMATS`; empty: as ``params``. Plans are priced so; programs do not
-            run so.
+            :data:`autopar.words.narrow_products.FORMATS`; empty: as ``params``. Programs multiply so in formats that
+            ``runs`` names; in the others plans are priced.
+        modules: the modules whose products are narrow, as patterns (``layers.*.mlp.*``), of which those behind ``!``
+            are not; none: products with 512 features or more in modules of a list (``layers.3.mlp``).
         narrow_gathers: gather weights of such products over ranks in that format, where they are cut between steps or
             uses: masters are cast before, and no wide copy is kept.
     """
@@ -59,6 +62,7 @@ class Precision:
     stochastic_rounding: bool = False
     products: str = ""
     narrow_gathers: bool = False
+    modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_products()
@@ -101,10 +105,23 @@ class Precision:
                 f"precision: params={OWN} keeps the model's formats, so products={self.products} is not possible; give "
                 "params a format, such as bfloat16"
             )
+        if isinstance(self.modules, str) or not all(isinstance(pattern, str) for pattern in self.modules):
+            raise AutoparError(
+                f"precision: {MODULES} are {self.modules!r}; give patterns, such as ('layers.*.mlp.*', '!*.gate')"
+            )
+        object.__setattr__(self, MODULES, tuple(self.modules))
+        if self.modules and not self.products:
+            raise AutoparError(f"precision: {MODULES} say which products are narrow; give products, or leave it out")
         if not isinstance(self.narrow_gathers, bool):
             raise AutoparError(f"precision: {GATHERS} is {self.narrow_gathers!r}; give True or False")
         if self.narrow_gathers and not self.products:
             raise AutoparError(f"precision: {GATHERS} applies to narrow products; give products, or leave it out")
+        if self.narrow_gathers and NARROW[self.products].scales == "row":
+            raise AutoparError(
+                f"precision: {GATHERS} with products={self.products}: its products have scales of other rows in the "
+                "forward and in the backward, so a weight is cast from the wide one twice; give products=fp8, or leave "
+                f"{GATHERS} out"
+            )
 
     @property
     def narrow(self) -> NarrowFormat | None:
@@ -114,19 +131,28 @@ class Precision:
     @property
     def wide(self) -> Precision:
         """The policy without narrow products."""
-        return replace(self, products="", narrow_gathers=False)
+        return replace(self, products="", narrow_gathers=False, modules=())
 
     def check_runs(self) -> None:
         """Refuse to run what is only priced.
 
         Raises:
-            AutoparError: products are narrow.
+            PlanError: products are in a format that no program multiplies in.
         """
-        if self.products:
-            raise AutoparError(
-                f"precision {self}: products in {self.products} can be planned and priced, but not run yet: run "
-                f"precision='{self.wide}', whose plan takes other seconds and bytes, or plan only"
+        if self.narrow is not None and not self.narrow.runs:
+            able = ", ".join(f"{name}-mixed" for name, numbers in NARROW.items() if numbers.runs)
+            raise PlanError(
+                f"precision {self}: products in {self.products} can be planned and priced, but not run: run {able}, or "
+                f"'{self.wide}', whose plans take other seconds and bytes, or plan only"
             )
+
+    def picks(self, module: str) -> bool | None:
+        """Return whether products of a module are to be narrow; None if no patterns were given."""
+        if not self.modules:
+            return None
+        chosen = [text for text in self.modules if not text.startswith(NOT)] or ["*"]
+        left_out = [text.removeprefix(NOT) for text in self.modules if text.startswith(NOT)]
+        return any(fnmatchcase(module, text) for text in chosen) and not any(fnmatchcase(module, t) for t in left_out)
 
     def _refuse_more_than_own(self) -> None:
         """Refuse choices other than ``reduce`` for parameters that keep the model's formats."""
@@ -149,6 +175,7 @@ class Precision:
             return f"params={OWN},reduce={self.reduce}"
         texts = [f"{n}={getattr(self, n)}" for n in FORMATS if getattr(self, n) != getattr(MIXED, n)]
         texts += [f"{PRODUCTS}={self.products}"] if self.products else []
+        texts += [f"{MODULES}={'|'.join(self.modules)}"] if self.modules else []
         return ",".join([*texts, *(f"{name}=true" for name in FLAGS if getattr(self, name))])
 
     def __str__(self) -> str:
@@ -232,8 +259,10 @@ def _dtype(name: str) -> torch.dtype:
 ROUNDING = "stochastic_rounding"
 GATHERS = "narrow_gathers"
 FLAGS = (ROUNDING, GATHERS)
-PRODUCTS = "products"
-FORMATS = tuple(f.name for f in fields(Precision) if f.name not in (*FLAGS, PRODUCTS))
+PRODUCTS, MODULES = "products", "modules"
+NOT = "!"
+"""Before a pattern of modules that are left out."""
+FORMATS = tuple(f.name for f in fields(Precision) if f.name not in (*FLAGS, PRODUCTS, MODULES))
 MIXED = Precision()
 PRESETS = {
     "bf16-mixed": MIXED,
@@ -249,6 +278,34 @@ def adding_up_in(policy: Precision | None, dtype: torch.dtype) -> Precision:
     return replace(policy, reduce=dtype) if policy is not None else Precision(params=OWN, reduce=dtype)
 
 
+AUTO, OR = "auto", " or "
+"""``auto``: the faster of :data:`ALLOWED` that fits; ``bf16-mixed or fp8-row-mixed``: of these."""
+ALLOWED = ("bf16-mixed", "fp8-mixed")
+
+
+def parse_choice(value: object) -> tuple[Precision, ...]:
+    """Return the policies among which the fastest that fits is to be chosen; none if a single one is given, or none.
+
+    Args:
+        value: ``auto``, policies joined by `` or ``, or a list of policies.
+
+    Raises:
+        AutoparError: one of them is no policy.
+    """
+    if value == AUTO:
+        value = ALLOWED
+    elif isinstance(value, str) and OR in value:
+        value = tuple(value.split(OR))
+    if not isinstance(value, list | tuple):
+        return ()
+    policies = tuple(dict.fromkeys(parse_precision(each) for each in value))
+    if not policies or None in policies:
+        raise AutoparError(
+            f"precision is {value!r}: a choice is among policies; give one or more, such as {list(ALLOWED)}"
+        )
+    return tuple(policy for policy in policies if policy is not None)
+
+
 def parse_precision(value: object) -> Precision | None:
     """Return a policy from one, the name of a preset, or fields as ``params=bfloat16,reduce=bfloat16``.
 
@@ -259,13 +316,20 @@ def parse_precision(value: object) -> Precision | None:
         return value
     if isinstance(value, str) and value in PRESETS:
         return PRESETS[value]
+    if value == AUTO or isinstance(value, list | tuple) or (isinstance(value, str) and OR in value):
+        raise AutoparError(
+            f"precision is {value!r}, a choice, which plan and parallelize make; give one policy here, such as "
+            f"{ALLOWED[0]}"
+        )
     given = dict(part.partition("=")[::2] for part in value.split(",")) if isinstance(value, str) else {}
     flags = {name: text for name, text in given.items() if name in FLAGS}
-    if not given or not set(given) <= {*FORMATS, *FLAGS, PRODUCTS} or not {*flags.values()} <= {"true", "false"}:
+    known = {*FORMATS, *FLAGS, PRODUCTS, MODULES}
+    if not given or not set(given) <= known or not {*flags.values()} <= {"true", "false"}:
         raise AutoparError(
-            f"precision is {value!r}; give {', '.join(PRESETS)}, fields such as 'params=bfloat16,reduce=bfloat16', or "
-            "autopar.Precision(...)"
+            f"precision is {value!r}; give {', '.join(PRESETS)}, {AUTO}, fields such as "
+            "'params=bfloat16,reduce=bfloat16', or autopar.Precision(...)"
         )
     formats: dict[str, Any] = dict(given)
     formats |= {name: text == "true" for name, text in flags.items()}
+    formats |= {MODULES: tuple(given[MODULES].split("|"))} if MODULES in given else {}
     return Precision(**formats)

@@ -24,7 +24,7 @@ Each word pins what frameworks do under its name; nothing is searched.
     schedule     1f1b (the default), interleaved-1f1b (with vp), zb-h1, gpipe, ...
     recompute    none (the default); full: every block is recomputed; full:2: the first two blocks of each stage;
                  every:2: every second block; selective:self_attn: modules of that name in every block (several with +)
-    optimizer    adamw, sgd, sgd_momentum
+    optimizer    adamw, adamw8bit, sgd, sgd_momentum
     precision    bf16-mixed and so on, as of ``--precision``; the model is captured for it
 """
 

@@ -187,6 +187,13 @@ def summed_constant(x: torch.Tensor, axis: str, group: ProcessGroup | None) -> t
     )  # fmt: skip
 
 
+def greatest_constant(x: torch.Tensor, axis: str, group: ProcessGroup | None) -> torch.Tensor:
+    """Return the elementwise maximum of ``x`` over all ranks of an axis, as :func:`summed_constant` sums."""
+    return torch.empty_like(x) if group is None else _arrived(
+        functional_collectives.all_reduce(x.contiguous(), "max", group)
+    )  # fmt: skip
+
+
 def _arrived(x: torch.Tensor) -> torch.Tensor:
     return x.wait() if isinstance(x, functional_collectives.AsyncCollectiveTensor) else x  # type: ignore[no-any-return]
 

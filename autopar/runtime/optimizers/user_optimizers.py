@@ -24,6 +24,8 @@ _STATES = {
     "Adagrad": 1, "RMSprop": 1, "SGD": 0, "Muon": 1, "Adafactor": 0, "LBFGS": 2,
 }  # fmt: skip
 """Values of state for each element of a parameter, of torch's own optimizers without options."""
+_EIGHT_BIT = ("AdamW8bit", "Adam8bit", "PagedAdamW8bit", "PagedAdam8bit")
+"""Optimizers of torchao and bitsandbytes whose states have 8 bits."""
 
 
 def name_of(optimizer: torch.optim.Optimizer | str) -> str:
@@ -32,6 +34,8 @@ def name_of(optimizer: torch.optim.Optimizer | str) -> str:
         return optimizer
     if isinstance(optimizer, torch.optim.Muon):
         return MUON
+    if type(optimizer).__name__ in _EIGHT_BIT:
+        return "adamw8bit"
     count = _STATES.get(type(optimizer).__name__, 2)
     options = [group.get("momentum") or group.get("centered") for group in optimizer.param_groups]
     count += any(options) and type(optimizer).__name__ in ("SGD", "RMSprop")

@@ -3,7 +3,8 @@
 ===================== ==================================================================================================
 :mod:`.state`         a parameter as it is stored and as it is used; :mod:`.redistribution`: the collectives between the
                       two
-:mod:`.gathering`     parameters that are gathered together; :mod:`.prefetch`: when
+:mod:`.gathering`     parameters that are gathered together; :mod:`.prefetch`: when; :mod:`.narrow_gathers`: in eight
+                      bits
 :mod:`.host_memory`   parameters in the memory of the host: copies of values in, of gradients out
 :mod:`.init`          values of models that have none yet
 :mod:`.user_module`   the module as its user wrote it, and how it becomes that again to be captured;

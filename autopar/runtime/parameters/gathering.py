@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar.runtime.parameters.host_memory import HostCarrier
+from autopar.runtime.parameters.narrow_gathers import NarrowWire, agree
 from autopar.runtime.parameters.redistribution import ReshardStep, apply, padded_to, stacked, unstack
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.ranks.collectives import all_gather_flat
@@ -30,7 +31,7 @@ class Unit:
         self.per_use = held_params[0].per_use
         self.together = coalesces(held_params[0]) and all(same_gather(held_params[0], h) for h in held_params)
         alone = gather_of(held_params[0]) if self.together and len(held_params) == 1 else None
-        self.direct = alone is not None and alone.cut.is_first_and_even(alone.n)
+        self.direct = alone is not None and alone.cut.is_first_and_even(alone.n) and held_params[0].wire is None
         self.work: Any = None
         self.flat: torch.Tensor | None = None
         self.ready = False
@@ -50,6 +51,16 @@ class Unit:
         if self.ready or self.work is not None:
             self.finish_work()
             self.ready = False
+        for wire in self._wires():
+            wire.scale = None
+
+    def _wires(self) -> list[NarrowWire]:
+        return [held_param.wire for held_param in self.held_params if held_param.wire is not None]
+
+    def _agree(self) -> None:
+        """Agree with the other ranks on scales, unless that was done in this step."""
+        if any(wire.scale is None for wire in self._wires()):
+            agree(self._wires(), [held_param.piece for held_param in self.held_params if held_param.wire is not None])
 
     @torch.no_grad()
     def start(self) -> None:
@@ -60,6 +71,7 @@ class Unit:
             for held_param in self.held_params:
                 n = prod(held_param.used_shape) * held_param.leaf.element_size()
                 held_param.leaf.untyped_storage().resize_(n)
+        self._agree()
         if self.carrier is not None:
             self._carry_in(self.carrier)
         elif self.together:
@@ -85,7 +97,7 @@ class Unit:
             out, piece = self.held_params[0].leaf.data, self.held_params[0].piece
             self.work = all_gather_flat(out, piece.contiguous(), group=reshard_step.group, async_op=True)
             return
-        pieces = torch.cat([padded_to(h.piece, h.padded_shape).reshape(-1) for h in self.held_params])
+        pieces = torch.cat([padded_to(h.sent, h.padded_shape).reshape(-1) for h in self.held_params])
         self.flat = pieces.new_empty(reshard_step.n, pieces.numel())
         self.work = all_gather_flat(self.flat.view(-1), pieces, group=reshard_step.group, async_op=True)
 
@@ -101,11 +113,11 @@ class Unit:
             return
         if not self.together:
             for held_param in self.held_params:
-                x = held_param.piece
+                x = held_param.sent
                 for reshard_step in held_param.reshard_steps:
                     x = apply(reshard_step.forward, x, reshard_step)
                 with preserve_version_counter(held_param.leaf):
-                    held_param.leaf.copy_(x)
+                    held_param.leaf.copy_(held_param.received(x))
             self.ready = True
             return
         flat = self.flat
@@ -115,7 +127,9 @@ class Unit:
             for held_param in self.held_params:
                 reshard_step = gather_of(held_param)
                 m = prod(held_param.padded_shape)
-                part = flat[:, offset : offset + m].view(reshard_step.n, *held_param.padded_shape)
+                part = held_param.received(
+                    flat[:, offset : offset + m].view(reshard_step.n, *held_param.padded_shape)
+                )
                 offset += m
                 with preserve_version_counter(held_param.leaf):
                     if reshard_step.cut.size % reshard_step.n:
@@ -169,8 +183,8 @@ def same_gather(a: HeldParam, b: HeldParam) -> bool:
     if not (coalesces(a) and coalesces(b)) or a.choice.lifetime != b.choice.lifetime:
         return False
     ga, gb = gather_of(a), gather_of(b)
-    dtypes = [held_param.dtype for held_param in (a, b)]
-    return ga.group is gb.group and dtypes[0] == dtypes[1] and a.carrier is b.carrier
+    formats = [(held_param.dtype, held_param.wire is None) for held_param in (a, b)]
+    return ga.group is gb.group and formats[0] == formats[1] and a.carrier is b.carrier
 
 
 def make_units(held_params: Sequence[HeldParam]) -> list[Unit]:

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autopar.errors import RunError
 from autopar.plans.plan import ParamChoice
 from autopar.runtime.parameters.host_memory import GradientToHost, HostCarrier, carrier_of
+from autopar.runtime.parameters.narrow_gathers import NarrowWire
 from autopar.runtime.parameters.redistribution import Cut, ReshardStep, dense, gather, of_its_own, reshard_steps
 from autopar.runtime.ranks.devices import device_of
 from autopar.torch_private import DTensorSpec, TensorMeta
@@ -216,6 +217,7 @@ class HeldParam:
         used_shape, stored_shape: shapes of this rank's pieces; ``padded_shape``: that of the largest piece among the
             ranks that gather the parameter together.
         dtype: what the program reads; ``casts`` where the stored parameter is in another format (a master copy).
+        wire: the form in which ranks gather it, if that is not the program's.
         trained: its gradient was planned; a parameter that is frozen for a while keeps that.
         sum: this rank's part of the gradient of the step that is under way, reduced; the parameter gets it at the end.
             What needs no reduction waits as the leaf's own gradient.
@@ -229,8 +231,9 @@ class HeldParam:
     def __init__(
         self, name: str, owner: torch.nn.Module, key: str, choice: ParamChoice, device_mesh: DeviceMesh, mesh: Mesh,
         shape: tuple[int, ...], trained: bool = True, dtype: torch.dtype | None = None,
+        wire: NarrowWire | None = None,
     ) -> None:  # fmt: skip
-        self.trained = trained
+        self.trained, self.wire = trained, wire
         self.name, self.owner, self.key, self.choice = name, owner, key, choice
         at = coordinate_of(device_mesh)
         self.reshard_steps = reshard_steps(name, choice, shape, device_mesh, mesh)
@@ -323,6 +326,15 @@ class HeldParam:
         assert self.local is not None
         there = self.local if self.carrier is None else self.carrier.to_device(self.local)
         return there.to(self.dtype) if self.casts else there
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """This rank's part as ranks that gather it send it."""
+        return self.piece if self.wire is None else self.wire.sent(self.piece)
+
+    def received(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return what :attr:`sent` stands for, as the program reads it."""
+        return sent if self.wire is None else self.wire.received(sent, self.dtype)
 
     @property
     def version(self) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import torch
 from autopar.errors import RunError
 from autopar.lower.compilable import Gather, breaks, compilable
 from autopar.lower.program import Program
+from autopar.runtime.parameters.narrow_gathers import agree
 from autopar.runtime.parameters.redistribution import apply
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.stages.compiled_order import OneOrder
@@ -31,8 +32,12 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, leaf: torch.Tensor, piece: torch.Tensor, held_param: HeldParam) -> torch.Tensor:
         x = piece.to(held_param.dtype) if held_param.casts else piece
+        if held_param.wire is not None:
+            agree([held_param.wire], [x])
+            x = held_param.wire.sent(x)
         for reshard_step in held_param.reshard_steps:
             x = apply(reshard_step.forward, x, reshard_step)
+        x = held_param.received(x)
         return x.clone(memory_format=torch.contiguous_format) if x is piece else x.contiguous()
 
     @staticmethod

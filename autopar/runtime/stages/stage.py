@@ -27,6 +27,7 @@ from autopar.runtime.gradients.step_gradients import Gradients
 from autopar.runtime.gradients.taking_part import TakingPart
 from autopar.runtime.parameters import prefetch
 from autopar.runtime.parameters.gathering import Unit, make_units
+from autopar.runtime.parameters.narrow_gathers import wire_of
 from autopar.runtime.parameters.state import Buffers, Followed, HeldParam, joined, local_shard, note_write
 from autopar.runtime.ranks.devices import device_of
 from autopar.runtime.ranks.streams import StepStream
@@ -101,9 +102,11 @@ class Stage:
             source = self.graph.tied.get(name, name)
             if source in nodes and source not in held_params:
                 owner, key = self.home.owner_of(name)
+                choice = self.plan.params[source]
                 held_params[source] = HeldParam(
-                    source, owner, key, self.plan.params[source], self.device_mesh, self.plan.mesh,
-                    nodes[source].out.shape, nodes[source].needs_grad, getattr(torch, nodes[source].out.dtype),
+                    source, owner, key, choice, self.device_mesh, self.plan.mesh, nodes[source].out.shape,
+                    nodes[source].needs_grad, getattr(torch, nodes[source].out.dtype),
+                    wire_of(self.graph, nodes[source], choice.stored, self.device_mesh),
                 )  # fmt: skip
                 held_params[source].bind()
         return held_params

@@ -127,7 +127,9 @@ def beside_ops(
         if node.needs_grad:
             choice = owned[i]
             elements = pricer.local_bytes(node.out, choice.used) / node.out.item_bytes
-            cast_bytes += P.cast_bytes(node.out, choice, elements, microbatches, graph.policy_of(node))
+            policy = graph.policy_of(node)
+            if P.keeps_copies(policy, pricer.kernels):
+                cast_bytes += P.cast_bytes(node.out, choice, elements, microbatches, policy)
             stored = 0 if choice.on_host else pricer.local_bytes(graph.stored(node), choice.stored)
             parameters.append((pricer.local_bytes(node.out, choice.used), stored))
     n_ops = sum(n.kind == "op" and n.needs_grad for n in nodes)

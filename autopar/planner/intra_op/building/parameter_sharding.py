@@ -17,6 +17,7 @@ from autopar.planner.intra_op.building import matrix_prices
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.plans.stepped_by import stepped_by
+from autopar.rules.kernels import Kernels
 from autopar.words.graph import ITEM_BYTES, Graph, Spec
 from autopar.words.meshes import Mesh
 from autopar.words.placements import Placement, State, path, replicated_placement, shard, step_collectives
@@ -233,10 +234,10 @@ def cost(
     of_moments = spec.item_bytes if precision is None else ITEM_BYTES[precision.kept(spec.dtype)]
     used_elements = prod(local_shape(spec.shape, choice.used, mesh))
     stored, used = elements * of_master, used_elements * spec.item_bytes
-    is_narrow = precision is not None and precision.narrow is not None
+    is_narrow = keeps_copies(precision, pricer.kernels)
     step_seconds = host_seconds = 0.0
     if grad:
-        cast = cast_bytes(spec, choice, used_elements, microbatches, precision)
+        cast = cast_bytes(spec, choice, used_elements, microbatches, precision) if is_narrow else 0.0
         on_device = 0 if choice.on_host else stored
         host_seconds = host_step_seconds(optimizer, stored, pricer.known_host) if choice.on_host else 0.0
         step_seconds = pricer.parameter_step(used, on_device, microbatches, optimizer, cast) + host_seconds
@@ -274,6 +275,13 @@ def host_copy_seconds(n_bytes: float, grad: bool, choice: ParamChoice, pricer: P
     if choice.lifetime == "step":
         return ParameterSeconds(gathers=there, reductions=back)
     return ParameterSeconds(forward_each=there, backward_each=(there + back) if grad else 0.0)
+
+
+def keeps_copies(precision: Precision | None, kernels: Kernels) -> bool:
+    """Return whether a rank keeps narrow copies of weights; programs of our own cast for each use."""
+    if precision is None or precision.narrow is None:
+        return False
+    return kernels.fused or not precision.narrow.runs
 
 
 def cast_bytes(

@@ -218,7 +218,7 @@ class Pricer:
             between = rows * two[-2], rows * one[-1]
         out = self._local_elements(outs[0].shape, strategy.outs[0])
         local = LocalProduct(sizes, out, between, ins[at].item_bytes)
-        return product_seconds(self.costs, self.device, work, node.narrow, local)
+        return product_seconds(self.costs, self.device, work, node.narrow, local, self.kernels.fused)
 
     def waits(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> dict[str, tuple[float, float]]:
         """Return the seconds of the collectives with which an op begins and ends, forward and backward.

@@ -24,7 +24,7 @@ class Options:
             one with a lifetime, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).
         inputs, outputs: pinned placements by input name and output position.
         memory_limit_bytes: the limit of a device; None for what a plan may fill of the device.
-        optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``: decides the bytes of optimizer state.
+        optimizer: ``adamw``, ``adamw8bit``, ``sgd`` or ``sgd_momentum``: decides the bytes of optimizer state.
         microbatches: pieces that ``train_step`` cuts the batch into.
         time_limit_seconds: the limit of one run of the solver, by the clock; None counts its work, as :meth:`effort`
             says.
