@@ -133,7 +133,7 @@ def test_recomputed_segments() -> None:
     assert loads(json.dumps({**raw, "stages": [before]}), graph) == plan, "as it was written before there was one table"
     for stage, words in (
         ({**before, "memory": {"recompute": [first]}}, r"recompute: unknown key"),
-        ({**apart, "memory": {"offlaod": []}}, r"memory: offlaod: .*recompute"),
+        ({**apart, "memory": {"swapped": []}}, r"memory: swapped: .*recompute"),
         ({**apart, "memory": {"keep": []}}, r"memory: keep: .*recompute"),
     ):
         with pytest.raises(PlanError, match=words):

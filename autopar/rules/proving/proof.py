@@ -12,6 +12,7 @@ import contextlib
 import random
 from collections.abc import Callable, Sequence
 from itertools import product
+from math import inf
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from autopar.rules.proving.many_ranks import join, many_ranks, piece
 from autopar.rules.registry import Sample, T, rule_for
 from autopar.rules.strategy import can_be_cut
 from autopar.torch_private import LocalTensor
+from autopar.words.exchanges import exchange_of
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
 from autopar.words.placements import PENDING, State, axis_and_block
@@ -124,9 +126,13 @@ class Case:
 
 
 def strategies_of(case: Case, mesh: Mesh, blocks: Sequence[tuple[str, int]] = ()) -> list[tuple[Option, ...]]:
-    """List every legal combination of options, those of ``(factor, elements of a block)`` among them."""
+    """List every legal combination of options, those of ``(factor, elements of a block)`` among them.
+
+    A bound on rows that travel depends on where they go, so only the one that none can exceed is among them.
+    """
     legal = []
-    for picked in product(case.options(blocks), repeat=len(mesh)):
+    options = [o for o in case.options(blocks) if exchange_of(o.name)[1].bound in (0.0, inf)]
+    for picked in product(options, repeat=len(mesh)):
         if not can_be_cut(case.rule, picked, mesh):
             continue
         ins, outs = _states(picked)

@@ -257,8 +257,8 @@ class Stream:
             loss_of_all = functional_collectives.all_reduce(total.to(ready.loss_dtype), "sum", self.everyone)
             largest: torch.Tensor | None = None
             if taken:
-                drawn = torch.tensor([[seed, -seed] for seed in taken], device=pm.device)
-                largest = functional_collectives.all_reduce(drawn, "max", self.everyone)
+                drawn = torch.stack([_number(n, pm.device) for seed in taken for n in (seed, -seed)])
+                largest = functional_collectives.all_reduce(drawn.view(-1, 2), "max", self.everyone)
             self.told.append((loss_of_all, largest))
             while len(self.told) > UNDER_WAY:
                 _check_told(*self.told.pop(0))
@@ -377,6 +377,11 @@ def scheduled_as(optimizer: torch.optim.Optimizer, options: Options) -> Iterator
     finally:
         for group, before in zip(optimizer.param_groups, now, strict=False):
             group.update(before)
+
+
+def _number(number: int, device: torch.device) -> torch.Tensor:
+    """Return an integer on a device, int64 [], written by a kernel: a copy from the host would be waited for."""
+    return torch.full((), number, dtype=torch.int64, device=device)
 
 
 def _check_told(loss: torch.Tensor, largest: torch.Tensor | None) -> None:
