@@ -1,12 +1,15 @@
-"""What the server of ranks does once, so that no rank begins with it: a first capture and plan take ten times as long
-as the next ones, since torch imports and compiles on the way. Ranks are forked from the server, and draw as before."""
+"""What the server of ranks does once, so that no rank begins with it: a first capture takes ten times as long as the
+next ones, since torch imports and compiles on the way. Ranks are forked from the server, and draw as before.
+
+No backward runs here: autograd counts the devices in its first one, and an emulated accelerator comes later.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-import autopar
+from autopar.capture import capture
 
 
 class _Net(nn.Module):
@@ -19,4 +22,4 @@ class _Net(nn.Module):
 
 
 with torch.random.fork_rng(devices=[]):
-    autopar.plan(_Net(), "local-x2", (torch.zeros(4, 4),), mesh="data=2")
+    capture(_Net(), (torch.zeros(4, 4),))
