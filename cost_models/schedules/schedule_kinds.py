@@ -24,7 +24,8 @@ A new schedule is one file with a builder and a record added to `SCHEDULES`, imp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -207,9 +208,8 @@ ASYNCHRONOUS_KINDS = {
     )
 }  # fmt: skip
 """Schedules whose gradients are of older weights (:mod:`.asynchronous`): they are built only where they are named."""
-KNOWN = {**SCHEDULES, **ASYNCHRONOUS_KINDS}
-"""All schedules that are built by name."""
-
+KNOWN: Mapping[str, ScheduleKind] = ChainMap(ASYNCHRONOUS_KINDS, SCHEDULES)
+"""All schedules that are built by name, also those that are added to :data:`SCHEDULES` later."""
 
 
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
