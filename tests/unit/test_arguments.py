@@ -87,7 +87,7 @@ def test_wrong_types(call: str, name: str) -> None:
             {"optimizer": torch.optim.SGD},
             r"optimizer is <class .*SGD'> \(a class; make one of the model's parameters\)",
         ),
-        ({"optimizer": 3}, "optimizer is 3; give adamw, adam, adamw8bit, sgd, sgd_momentum, muon, or a torch.optim.Optimizer"),
+        ({"optimizer": 3}, "optimizer is 3; give adamw, adam, adamw8bit, sgd, sgd_momentum, muon, or a torch.optim"),
         ({"cuts": "up"}, "cuts is 'up'; give a list"),
         ({"stages": 2.0}, "stages is 2.0; give a number of groups"),
         ({"schedule": 3}, "schedule is 3; give a schedule's name"),
