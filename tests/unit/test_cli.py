@@ -223,7 +223,7 @@ def test_explain() -> None:
     )
     pinned = json.loads(Path("cut.json").read_text())["stages"][0]["price"]
     assert found["instead"]["ops"] == 3  # the op and its copies
-    assert found["instead"]["stages"][0]["price"] == {**pinned, "again_bytes": 0, "buffer_bytes": 0}
+    assert found["instead"]["stages"][0]["price"] == {**pinned, "again_bytes": 0, "buffer_bytes": 0, "version_bytes": 0}
     assert found["instead"]["seconds"] >= found["instead"]["plan_seconds"]
     assert "chosen" in autopar("explain", "--trust", "plan.json", "layers.*.up")
 

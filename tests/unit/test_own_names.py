@@ -19,7 +19,7 @@ from autopar.runtime.as_module.submodules import Part
 X = torch.randn(4, 4)
 
 FOR_USERS = {
-    "clip_grad_norm_", "compare_every", "device_mesh", "evaluate", "full_state_dict", "gradient_dtype",
+    "clip_grad_norm_", "compare_every", "device_mesh", "drain", "evaluate", "full_state_dict", "gradient_dtype",
     "load_full_state_dict", "module", "no_sync", "plan", "program", "record", "sampler", "shard", "train_step",
 }  # fmt: skip
 """Names of parallel modules that the documents tell of."""
