@@ -3,7 +3,8 @@
 ================= =====================================================================================================
 :mod:`.plan_inference` ``plan --mode inference``
 :mod:`.plan`      ``plan``; :mod:`.layouts`: its search over everything, ``--top`` and ``--like``; :mod:`.plan_for`:
-                  ``--for``, within what another trainer can express
+                  ``--for``, within what another trainer can express; :mod:`.plan_search`: under one precision policy
+                  or several
 :mod:`.fits`      ``fits``, whether a layout fits the memory
 :mod:`.price`     ``price``, the config of another trainer; :mod:`.export`: ``export``, a plan for another trainer
 :mod:`.check`     ``check``, the certificate; :mod:`.verify`: ``verify``, the numbers of one device

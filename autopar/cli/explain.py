@@ -18,6 +18,7 @@ from autopar.cli.common import (
     opened,
     out,
     print_json,
+    print_lines,
     progress,
     show_bytes,
     show_seconds,
@@ -88,6 +89,10 @@ def explain(
         explain_cut(captured, replanner, stage[1], as_json)
 
 
+OF_PRECISION = "precision "
+"""Beginning of the notes of a plan that say why products of operators have the formats that they have."""
+
+
 def _explain_op(
     replanner: Replanner, op: str, wanted: dict[str, str] | None, limit: float | None, top: int, as_json: bool
 ) -> None:
@@ -118,8 +123,10 @@ def _explain_op(
     best = None if wanted is None else _instead(replanner, in_stage, wanted, limit)
     if as_json:
         print_json({"ops": facts, "instead": best}, "explain")
-    elif best is not None:
+        return
+    if best is not None:
         _print_instead(best)
+    print_lines(*(f"note: {note}" for note in plan.notes if note.startswith(OF_PRECISION)))
 
 
 def _instead(

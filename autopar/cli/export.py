@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autopar.serving.records import ServingPlan
     from autopar.targets.exporting import ExportCost, Exporter
     from autopar.targets.target import Export, WrittenFiles
+    from autopar.words.graph import Graph
 
 RECORD = "autopar.json"
 """The file of a folder that says what it was made from; a folder with it may be written again."""
@@ -141,10 +142,28 @@ def _exporter(document: Document, path: Path, to: str, model: str | None, *, tru
         spec, named.get("batch"), named.get("seq"), folder=folder, precision=document.precision
     )
     limit = (document.raw.get("pins") or {}).get("memory_limit_bytes")
-    options = options_of(PlanRequest(Pins(memory_limit_bytes=limit), document.raw["optimizer"]))
+    pins = Pins(memory_limit_bytes=limit, offload=_on_host(document, captured.graph))
+    options = options_of(PlanRequest(pins, document.raw["optimizer"]))
     example = loaded.args, loaded.kwargs
     layouts = PricedLayouts(loaded.model, captured, example, options)
     return Exporter(target_named(to), loaded, captured, layouts, document.cluster_name, rows_of(example))
+
+
+def _on_host(document: Document, graph: Graph) -> str:
+    """Return what a plan file stores on the host, in the words of ``offload``.
+
+    Layouts of a trainer are made again by the words that they were made by; of other plans shares of bytes are taken,
+    since what the planner was free to choose it has chosen.
+    """
+    from autopar.plans.offload_options import Offload
+    from autopar.targets.host_shares import shares_on_host
+
+    pins = document.raw.get("pins") or {}
+    if pins.get("layout"):
+        return str(pins.get("offload", ""))
+    stored = {name: how for stage in document.raw["stages"] for name, how in stage["params"].items()}
+    shares = shares_on_host({name: how["lifetime"] for name, how in stored.items() if how.get("on_host")}, graph)
+    return Offload(None, shares.steps or None, shares.parameters or None).text
 
 
 def _layout(exporter: Exporter, document: Document) -> tuple[PricedLayout, ExportCost | None]:

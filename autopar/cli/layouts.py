@@ -45,9 +45,13 @@ def parsed(like: Sequence[str]) -> list[Layout | AutoparError]:
 
 def priced(
     loaded: Loaded, captured: Captured, cluster: str, request: PlanRequest, like: Sequence[str],
-    layouts: Sequence[Layout | AutoparError],
+    layouts: Sequence[Layout | AutoparError], written: Path | None = None,
 ) -> list[Priced]:  # fmt: skip
-    """Price the layouts of ``--like``; one that cannot be priced has an error, and the others go on."""
+    """Price the layouts of ``--like``; one that cannot be priced has an error, and the others go on.
+
+    Raises:
+        PlanError: the one whose plan is to be ``written`` has none that this model can run.
+    """
     from autopar.planner.layouts.pricing import PricedLayouts
     from autopar.planner.planning import options_of
 
@@ -63,6 +67,8 @@ def priced(
                 rows.append(Priced(text, of_model.price(cluster, layout)))
             except AutoparError as error:
                 rows.append(Priced(text, None, str(error)))
+    if written is not None:
+        _check_written(rows[0], written)
     return rows
 
 
@@ -105,7 +111,7 @@ def check_outputs(output: Path | None, like_output: Path | None, likes: int) -> 
         raise UsageError(f"-o and --like-output both write {output}; give each plan a file of its own")
 
 
-def check_written(like: Priced, path: Path) -> None:
+def _check_written(like: Priced, path: Path) -> None:
     """Refuse to write the plan file of a layout that has no plan, or whose plan this model cannot run."""
     from autopar.errors import PlanError
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,11 +19,9 @@ from autopar.cli.common import (
     Seq,
     UsageError,
     cluster_from,
-    load_and_capture,
     out,
     print_json,
     print_lines,
-    progress,
     seconds_within,
     show_bytes,
     show_seconds,
@@ -33,7 +30,9 @@ from autopar.cli.common import (
     within,
 )
 from autopar.cli.output_files import PLAN, Force, OutputFile
+from autopar.cli.plan_search import PlanSearch, precision_note
 from autopar.garbage_collection import uncollected
+from autopar.plans.offload_options import parse_offload
 from autopar.plans.plan_options import OPTIMIZERS, PLAN_OPTIONS
 from autopar.plans.request import as_option, request_of
 from autopar.report import Facts
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from autopar.plans.plan import Plan
     from autopar.plans.request import PlanRequest
     from autopar.words.graph import Graph
-    from autopar.words.precision import Precision
     from hardware_profiles import Cluster
 
 
@@ -122,14 +120,10 @@ def plan(
 
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
-    from autopar.capture.microbatches import first_part
     from autopar.planfile import dumps
-    from autopar.planner import planning
     from autopar.plans.clusters import as_trainer, profile_of
-    from autopar.profiling.measured_load import with_measured_load
-    from autopar.progress import heard
     from autopar.report.alternatives import ranked
-    from autopar.rules.experts.expert_load import with_load
+    from autopar.words.precision import parse_choice
     from hardware_profiles import load_cluster
 
     if plan_inference.requested(chosen):
@@ -152,7 +146,8 @@ def plan(
     if trainer is not None:
         cluster = as_trainer(cluster, trainer)
     hardware = load_cluster(cluster)
-    wanted = request_of(_arguments(chosen), spelled=as_option)
+    allowed = parse_choice(chosen["precision"])
+    wanted = request_of(_arguments({**chosen, "precision": None} if allowed else chosen), spelled=as_option)
     if (likes or top != 1) and not wanted.everything:
         raise UsageError(
             f"{'--like' if likes else '--top'} needs the full search: leave out --mesh, --stages, --schedule, --cut "
@@ -160,40 +155,36 @@ def plan(
         )
     if target is not None:
         plan_for.check_free(wanted, len(likes))
+    if allowed and target is not None:
+        raise UsageError(
+            f"--precision {chosen['precision']} is a choice, which --for {target} does not make: give one policy, such "
+            f"as {allowed[0]}, and compare the seconds"
+        )
     words = layouts.parsed(likes)
-    parts = wanted.microbatches if wanted.microbatches > 1 else None
-    policy = wanted.pins.precision
-    loaded, captured = load_and_capture(model, batch, seq, parts=parts, precision=policy, by_default=True)
-    _check_kept(chosen, captured.graph)
-    wanted = with_measured_load(wanted, captured, loaded.model, first_part((loaded.args, loaded.kwargs), parts or 1))
-    captured = replace(captured, graph=with_load(captured.graph, wanted.pins.expert_load))
-    wanted = replace(wanted, pins=replace(wanted.pins, precision=captured.graph.precision))
-    wanted = replace(wanted, top=top)
-    if (likes or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):
-        raise UsageError("--like and --top need a model that returns its loss, and a batch with rows")
-    if target is not None:
-        note = _precision_note(policy, loaded, captured, hardware)
-        _plan_for(target, loaded, captured, cluster, wanted, files.get("-o"), note, as_json)
-        return
-    priced = layouts.priced(loaded, captured, cluster, wanted, likes, words)
-    if like_output is not None:
-        layouts.check_written(priced[0], like_output)
-    with progress("planning") as say, heard(say):
-        outcome = planning.find(
-            loaded.model, captured, lambda: (loaded.args, loaded.kwargs), hardware, hardware.n_devices, wanted,
-            cluster, runs=False, say=say,
-        )  # fmt: skip
-    policy_note = _precision_note(policy, loaded, captured, hardware)
-    outcome, chosen = _noted(outcome, loaded, policy_note), outcome.plan.cluster
+    search = PlanSearch(model, batch, seq, cluster, hardware, replace(wanted, top=top), chosen, bool(likes))
+    if allowed:
+        under, outcome, policy_note = search.fastest(allowed)
+        priced = layouts.priced(under.loaded, under.captured, cluster, under.request, likes, words, like_output)
+    else:
+        under = search.under(wanted.pins.precision)
+        policy_note = precision_note(wanted.pins.precision, under.loaded, under.captured, hardware)
+        if target is not None:
+            file = files.get("-o")
+            _plan_for(target, under.loaded, under.captured, cluster, under.request, file, policy_note, as_json)
+            return
+        priced = layouts.priced(under.loaded, under.captured, cluster, under.request, likes, words, like_output)
+        outcome = search.find(under)
+    loaded, captured = under.loaded, under.captured
+    outcome, where = _noted(outcome, loaded, policy_note), outcome.plan.cluster
     if output is not None:
-        files["-o"].write(dumps(*_file(outcome, loaded, captured, chosen, output.parent)))
+        files["-o"].write(dumps(*_file(outcome, loaded, captured, where, output.parent)))
     found = [row.found for row in priced if row.found is not None]
     if like_output is not None:
         described = _file(_noted(_as_outcome(found[0]), loaded, policy_note), loaded, captured, cluster,
                           like_output.parent)  # fmt: skip
         files["--like-output"].write(dumps(*described))
     if as_json:
-        text = dumps(*_file(outcome, loaded, captured, chosen, output.parent if output else Path()))
+        text = dumps(*_file(outcome, loaded, captured, where, output.parent if output else Path()))
         rows = [row.facts(hardware, _plan_of(row, loaded, captured, cluster)) for row in priced]
         beside = ranked(layouts.alternatives(outcome, top, priced))
         if priced or top > 1:
@@ -219,10 +210,10 @@ def _software_of(target: str, trainer: str | None, chosen: Facts) -> str:
     """Return the software by which a trainer's layouts are priced."""
     from autopar.targets import target_named
 
-    if chosen["offload"]:
+    if parse_offload(chosen["offload"], "--offload").activations is not None:
         raise UsageError(
-            f"--offload is honoured by autopar's own runtime, and a plan --for {target} cannot say which tensors leave "
-            "the device; leave one of the two out"
+            f"--offload {chosen['offload']} lets activations leave the device, and a plan --for {target} cannot say "
+            "which: leave them out, as in --offload optimizer"
         )
     software = target_named(target).software
     if trainer not in (None, software):
@@ -260,27 +251,6 @@ def _as_outcome(found: PricedLayout) -> Outcome:
     return Outcome(found.plan, found.captured, found.timeline)
 
 
-def _check_kept(chosen: Facts, graph: Graph) -> None:
-    """Refuse a parameter that ``--keep-replicated`` and ``--pin-param`` both name.
-
-    Later patterns override earlier ones, and the order of the two options is not known here.
-    """
-    whole = chosen["keep_replicated"] or []
-    pinned = [text.partition("=")[::2] for text in chosen["pin_param"] or []]
-    for _, node in graph.of_kind("param"):
-        both = [
-            (a, b, how) for a in whole if fnmatchcase(node.target, a)
-            for b, how in pinned if fnmatchcase(node.target, b)
-        ]  # fmt: skip
-        if both:
-            a, b, how = both[0]
-            raise UsageError(
-                f"parameter '{node.target}' is named by --keep-replicated '{a}' and by --pin-param '{b}={how}'; say "
-                f"both by --pin-param, of which a later one overrides: --pin-param '{b}={how}' --pin-param "
-                f"'{a}=replicate'"
-            )
-
-
 def _noted(outcome: Outcome, loaded: Loaded, policy_note: str) -> Outcome:
     """Add notes about the model's loss and its precision to the plan."""
     from autopar.capture.graph.marked_products import none_narrow
@@ -301,38 +271,6 @@ def _file(
     if outcome.captured is not captured:
         loaded = replace(loaded, parts=outcome.plan.microbatches)
     return replace(outcome.plan, cluster=cluster_from(cluster, folder)), outcome.captured.graph, loaded.named(folder)
-
-
-def _precision_note(policy: Precision | None, loaded: Loaded, captured: Captured, hardware: Cluster) -> str:
-    """Return what a reader should know of the precision that was not asked for; empty if it was."""
-    from autopar.report.layouts import flops_by_dtype
-    from cost_models.operator_cost import peak_flops
-
-    if policy is not None:
-        return ""
-    if loaded.precision is not None:
-        return _policy_of(loaded.precision)
-    device = hardware.devices[0]
-    times = peak_flops(device, "bfloat16") / peak_flops(device, "float32")
-    if flops_by_dtype(captured.graph).get("float32", 0.0) < 0.5 or times < MANY_TIMES:
-        return ""
-    return (
-        f"float32 throughout, as the model is; {device.name} multiplies bfloat16 {times:.0f} times as fast: "
-        "--precision bf16-mixed computes in it, on float32 masters"
-    )
-
-
-MANY_TIMES = 4.0
-"""So many times faster products in bfloat16 are worth a note."""
-
-
-def _policy_of(precision: Precision) -> str:
-    """Return a note about a precision policy that was chosen by default."""
-    return (
-        f"precision {precision}, as the config is in {precision.params}: it computes so, on {precision.master} masters "
-        f"with {precision.moments} moments, and adds gradients up in {precision.reduce}; --precision bf16-true for the "
-        "config's own format throughout"
-    )
 
 
 def _arguments(chosen: Facts) -> Facts:

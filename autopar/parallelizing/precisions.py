@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, PlanError
+from autopar.planner.inter_op.stage_search import INTERRUPTED
 from autopar.plans.plan import Plan
 from autopar.plans.request import PlanRequest
 from autopar.runtime.ranks.agree import share
@@ -30,19 +31,23 @@ def fastest(policies: Sequence[Precision], plan_under: Callable[[Precision], Pla
     found: list[tuple[Precision, Plan]] = []
     failed: list[tuple[Precision, AutoparError]] = []
     for policy in policies:
+        if found and INTERRUPTED in found[-1][1].notes:
+            break
         try:
             policy.check_runs()
             found.append((policy, plan_under(policy)))
         except (PlanError, CaptureError, InfeasibleError) as error:  # it does not fit, or devices lack cores for it
             failed.append((policy, error))
-    if len(failed) == 1 == len(policies):
-        raise failed[0][1]
     if not found:
+        if len({str(error) for _, error in failed}) == 1:  # the reason is another one than the policy
+            raise failed[0][1]
         whys = "\n".join(f"  {policy}: {error}" for policy, error in failed)
         raise PlanError(f"no plan under any of the policies that precision allows:\n{whys}")
     best, plan = min(found, key=lambda each: each[1].seconds)
     seconds = ", ".join(f"{policy} {plan.seconds:.4g} s" for policy, plan in found)
     lost = "".join(f"; {policy} has no plan ({str(error).splitlines()[0]})" for policy, error in failed)
+    left = policies[len(found) + len(failed) :]
+    lost += "".join(f"; {policy} was not planned, as the search was interrupted" for policy in left)
     return best, plan, f"precision {best}, the fastest that fits of those that were allowed: {seconds} a step{lost}"
 
 

@@ -5,6 +5,7 @@ The state of the optimizer and its step are on the host for both; of ``parameter
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.planner.layouts.pricing import PricedLayout
@@ -29,11 +30,16 @@ class HostShares:
 def host_shares(plan: Plan, graph: Graph) -> HostShares:
     """Return what a plan of a graph stores on the host."""
     choices = {name: choice for stage in plan.stages for name, choice in stage.params.items()}
+    return shares_on_host({name: choice.lifetime for name, choice in choices.items() if choice.on_host}, graph)
+
+
+def shares_on_host(lifetimes: Mapping[str, str], graph: Graph) -> HostShares:
+    """Return the shares of a graph's trained parameters that are on the host, from lifetimes of copies by name."""
     sizes = {node.target: node.out.n_bytes for _, node in graph.of_kind("param") if node.needs_grad}
     every = max(1, sum(sizes.values()))
-    on_host = {name: choices[name] for name in sizes if name in choices and choices[name].on_host}
+    on_host = [name for name in sizes if name in lifetimes]
     steps = sum(sizes[name] for name in on_host)
-    uses = sum(sizes[name] for name, choice in on_host.items() if choice.lifetime == "use")
+    uses = sum(sizes[name] for name in on_host if lifetimes[name] == "use")
     return HostShares(steps / every, uses / every)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.planner.intra_op.building.parameter_sharding import collectives
-from autopar.runtime.parameters import redistribution
+from autopar.runtime.ranks import collectives as sending
 from autopar.words.precision import Precision, parse_precision
 
 WIDTH, WORDS, LENGTH, ROWS = 64, 32, 16, 8
@@ -193,18 +193,18 @@ def sent() -> tuple[int, int, tuple[int, int]]:
             GPT(), init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), (batch(),),
             precision=BY_NAME[name], **layout,
         )  # fmt: skip
-        before, given = redistribution._all_gather, 0
+        before, given = sending._all_gather, 0
 
         def gather(out: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
             nonlocal given
             given += x.numel() * x.element_size()
             return before(out, x, **options)  # noqa: B023
 
-        redistribution._all_gather = gather
+        sending._all_gather = gather
         try:
             pm(batch()).backward()
         finally:
-            redistribution._all_gather = before
+            sending._all_gather = before
         found.append(given)
         (stage,), graph = pm.plan.stages, autopar.capture(GPT(), (batch(),), precision=BY_NAME[name]).graph
         planned.append(sum(

@@ -126,9 +126,9 @@ class Builder:
         outputs: dict[int, tuple[int, list[State]]] = {}
         for i, of_node in sorted(groups.items()):
             for group in of_node:
-                states = made_as.get(i) or [
+                states = made_as[i] if i in made_as else [
                     row[row_of[i][1]].outs[position_of(graph.nodes[i], group.ref.out)] for row in row_of[i][0]
-                ]
+                ]  # fmt: skip
                 readers: list[tuple[int, list[State], tuple[bool, ...]]] = []
                 for reader, position in group.readers:
                     if chain_of.get(reader) is not None and chain_of.get(reader) == chain_of.get(i):

@@ -51,7 +51,8 @@ class HostStorage:
             lifetimes = [lifetime] if lifetime else [STEP, USE]
         else:
             steps = node.needs_grad and self.offload.optimizer is not None and name not in self.only_there
-            lifetimes = [STEP] * steps + [USE] * (self.offload.parameters is not None)
+            lifetimes = [lifetime or STEP] * steps + [USE] * (self.offload.parameters is not None)
+            lifetimes = list(dict.fromkeys(lifetimes))
         gathers = any(a.is_shard and not b.is_shard for a, b in zip(choice.stored, choice.used, strict=True))
         for each in lifetimes:  # of what is gathered, both lifetimes are offered already
             if not gathers or choice.lifetime == each:

@@ -41,6 +41,7 @@ class PinnedChoices:
         self.graph, self.mesh, self.options = graph, mesh, options
         self.ops: dict[str, dict[int, str]] = {}
         self.params: dict[str, str] = {}
+        self.offered: dict[str, dict[str, None]] = {}  # how pinned parameters could be stored
         self.uncut = {graph.nodes[i].name: positions for i, positions in held_whole(graph).items()}
         self._ops(rules)
         self._params()
@@ -108,10 +109,17 @@ class PinnedChoices:
             if not matched:
                 names = [n.target for _, n in self.graph.of_kind("param")]
                 raise PlanError(f"'{pattern}' matches no parameter; parameters are {first_few(names)}")
-            placement, _ = stored_and_lifetime(how)
-            if placement != REPLICATE and not _is_state(placement, self.mesh):
+            placement, lifetime = stored_and_lifetime(how)
+            if lifetime == "use" and self.options.versions.number > 1:
                 raise PlanError(
-                    f"'{pattern}': '{how}' is neither 'replicate' nor a placement with {len(self.mesh)} parts such as "
+                    f"'{pattern}': '{how}' asks for a copy gathered for each use, and a pipeline that keeps "
+                    f"{self.options.versions.number} versions of its weights gathers them once a step: write "
+                    f"'{placement}', or plan for a schedule that drains"
+                )
+            if placement != REPLICATE and not _is_storage(placement, self.mesh):
+                raise PlanError(
+                    f"'{pattern}': '{how}' is neither 'replicate' nor a placement with {len(self.mesh)} parts, each a "
+                    "shard or I, such as "
                     + State.of("S0", *["I"] * (len(self.mesh) - 1)).text
                     + ", after which may stand a lifetime, 'step' or 'use', and 'host' or 'device'"
                 )
@@ -201,11 +209,13 @@ class PinnedChoices:
         if how is None:
             return True
         placement, lifetime = stored_and_lifetime(how)
+        self.offered.setdefault(node.target, {})[_said(choice)] = None
         if placement == REPLICATE:
             return not choice.stored.is_cut and (not choice.on_host or not lifetime or choice.lifetime == lifetime)
         pinned = State.parse(placement, self.mesh, f"'{node.target}'")
         is_stored_so = all(
-            stored == wanted or size == 1  # on one rank, a piece is the whole
+            # on one rank, a piece is the whole; whole is I where there is a gradient, and R of frozen parameters
+            stored == wanted or size == 1 or not (stored.is_shard or wanted.is_shard)
             for stored, wanted, (_, size) in zip(choice.stored, pinned, self.mesh, strict=True)
         )
         gathers = choice.on_host or any(
@@ -224,16 +234,27 @@ class PinnedChoices:
             pinned = {self.mesh.name(a): f for a, f in self.ops.get(name, {}).items()}
             pinned_param = self.params.get(node.target) if node else None
             where = node.where if node else name
-            lines.append(f"{where}: pinned to {pinned or pinned_param or 'what its neighbours were pinned to'}")
+            if node is not None and pinned_param is not None:
+                shape, offered = " ".join(map(str, node.out.shape)), first_few(list(self.offered.get(node.target, ())))
+                lines.append(f"parameter '{node.target}' [{shape}]: pinned to '{pinned_param}'; there is {offered}")
+                continue
+            lines.append(f"{where}: pinned to {pinned or 'what its neighbours were pinned to'}")
         raise InfeasibleError(
-            "the pins leave no strategy for\n  " + "\n  ".join(lines) + "\n  remove or change one of them"
+            "the pins leave no strategy for\n  " + "\n  ".join(lines[:SHOWN])
+            + (f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
+            + "\n  remove or change one of them"
         )
 
 
-def _is_state(text: str, mesh: Mesh) -> bool:
-    """Return whether a text names a placement for each axis of a mesh."""
+def _is_storage(text: str, mesh: Mesh) -> bool:
+    """Return whether a text names, for each axis of a mesh, a placement in which a parameter can be stored."""
     try:
-        State.parse(text, mesh, "")
+        return not any(placement.is_pending for placement in State.parse(text, mesh, ""))
     except MeshError:
         return False
-    return True
+
+
+def _said(choice: ParamChoice) -> str:
+    """Return how a choice stores a parameter, as a pin would say it: ``'S0,I use host'``."""
+    where = " host" if choice.on_host else ""
+    return f"'{choice.stored.text} {choice.lifetime}{where}'"
