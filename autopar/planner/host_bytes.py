@@ -53,4 +53,7 @@ def notes_on_host(graph: Graph, stages: Sequence[StagePlan], cluster: Cluster) -
             f"the host has {show_bytes(room)} for each device, and the plan keeps {show_bytes(of_device[fullest])} "
             f"there for device {fullest}: give a smaller share (offload), more devices, or a host with more memory"
         )
-    return (f"on the host: {show_bytes(of_device[fullest])} for each device at most, of {show_bytes(room)}",)
+    return (
+        f"on the host: {show_bytes(of_device[fullest])} of parameters, gradients and state for each device at most, of "
+        f"{show_bytes(room)}",
+    )

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.host_bytes import host_bytes
 from autopar.planner.intra_op.building.decoder import Decided
 from autopar.planner.intra_op.building.space import fitting_strategy
 from autopar.planner.intra_op.mesh_problem import MeshProblem
@@ -68,6 +69,8 @@ def brought_back(setting: MeshProblem, plan: StagePlan, limit: float) -> StagePl
 def check_host_memory(setting: MeshProblem, plan: StagePlan) -> StagePlan:
     """Return a plan whose moved results fit a device's share of its host's memory, with all microbatches in flight.
 
+    What is stored there of parameters stands beside them.
+
     Raises:
         InfeasibleError: they do not.
     """
@@ -78,12 +81,13 @@ def check_host_memory(setting: MeshProblem, plan: StagePlan) -> StagePlan:
         assert rule is not None
         strategy = strategy_named(graph, graph.nodes[i], rule, plan.ops[graph.nodes[i].name])
         n_bytes += plan.in_flight * setting.priced.local_bytes(graph.nodes[i].out, strategy.outs[0])
-    host = setting.priced.host
-    if host is None or n_bytes <= host.memory_bytes:
+    host, stored = setting.priced.host, host_bytes(graph, plan) if n_bytes else 0
+    if host is None or n_bytes + stored <= host.memory_bytes:
         return plan
+    beside = f" beside {show_bytes(stored)} of parameters, gradients and state" if stored else ""
     raise InfeasibleError(
-        f"offload: the plan moves {show_bytes(n_bytes)} of a device to the memory of its host, in which a device of "
-        f"this cluster has {show_bytes(int(host.memory_bytes))}; move the results of fewer modules "
+        f"offload: the plan moves {show_bytes(n_bytes)} of a device to the memory of its host{beside}, in which a "
+        f"device of this cluster has {show_bytes(int(host.memory_bytes))}; move the results of fewer modules "
         "(offload={'activations': ['layers.0', ...]}), let some be recomputed, or use more hosts"
     )
 
