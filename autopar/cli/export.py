@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -161,8 +162,12 @@ def _on_host(document: Document, graph: Graph) -> str:
     pins = document.raw.get("pins") or {}
     if pins.get("layout"):
         return str(pins.get("offload", ""))
-    stored = {name: how for stage in document.raw["stages"] for name, how in stage["params"].items()}
-    shares = shares_on_host({name: how["lifetime"] for name, how in stored.items() if how.get("on_host")}, graph)
+    patterns = {name: how for stage in document.raw["stages"] for name, how in stage["params"].items()}
+    on_host = {
+        node.target: how["lifetime"] for _, node in graph.of_kind("param") for pattern, how in patterns.items()
+        if how.get("on_host") and fnmatchcase(node.target, pattern)
+    }  # fmt: skip
+    shares = shares_on_host(on_host, graph)
     return Offload(None, shares.steps or None, shares.parameters or None).text
 
 

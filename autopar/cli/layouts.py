@@ -13,7 +13,7 @@ from autopar.report import Facts
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
-    from autopar.frontends.models import Loaded
+    from autopar.frontends import Loaded
     from autopar.planner.layouts.layout_words import Layout
     from autopar.planner.layouts.pricing import PricedLayout
     from autopar.planner.planning import Outcome
