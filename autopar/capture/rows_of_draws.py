@@ -40,7 +40,7 @@ Draws = Sequence[tuple[str, tuple[RowsAt, ...] | None]]
 
 
 def note_rows_of_draws(graph: Graph) -> Graph:
-    """Number the random operators of a captured graph, and note in each where the rows of the batch are."""
+    """Note in each random operator of a captured graph its number, and where the rows of the batch are."""
     _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes
     return with_rows_of_draws(graph)
 
@@ -56,7 +56,7 @@ def rows_of_draws(graph: Graph, with_rows: Collection[int]) -> Draws:
 def with_rows_of_draws(
     graph: Graph, with_rows: Collection[int] | None = None, of_several: Draws = ()
 ) -> Graph:
-    """Number the random operators of a graph, and note in each where the rows of the batch are (``Node.rows``)."""
+    """Note in each random operator of a graph its number (``Node.site``) and where its rows are (``Node.rows``)."""
     rules = rules_of(graph, graph.alike)
     draws = _random(graph)
     if not draws:
