@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import unittest.mock
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -225,6 +226,7 @@ def from_a_script() -> dict[str, str]:
         "full_state_dict": said_by(pm.full_state_dict),
         "load": said_by(lambda: pm.load_full_state_dict({})),
         "copy": said_by(lambda: copy.deepcopy(pm)),
+        "save": said_by(lambda: autopar.save(optimizer.state_dict() if dist.get_rank() else {}, os.devnull)),
         "another optimizer": said_by(lambda: pm.train_step(x, y, optimizer=other)),
         "fewer rows": said_by(lambda: pm.train_step(x[:12], y[:12], optimizer=optimizer)),
     }

@@ -62,6 +62,7 @@ def test_what_a_script_meets() -> None:
             wanted = r"1 microbatches of schedule 'pipedream-2bw' are in flight.*call drain\(\)"
             assert re.search(wanted, said[what]), what
         assert "another optimizer" in said["another optimizer"]
+        assert "tensors on 1 of 2 ranks" in said["save"]  # on the rank without any, too
         assert "leave out the last, smaller batch" in said["fewer rows"]
         assert re.search(r"parameter '.*' was written between two steps", said["written"])
         assert "changes the training result" in said["note"]
