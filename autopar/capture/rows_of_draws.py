@@ -7,11 +7,14 @@ those of the operators that read it. A draw without rows (a mask for all of them
 
 Of a batch of one row that is a dim of size 1, which no rule tells from one that is broadcast: then all that follows
 from the inputs is drawn for the row, and so is what is drawn with a first dim of size 1.
+
+An operator draws by its number among the random ones (``Node.site``), not among all nodes: those of a microbatch have
+inputs for the totals of the batch before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -37,7 +40,7 @@ Draws = Sequence[tuple[str, tuple[RowsAt, ...] | None]]
 
 
 def note_rows_of_draws(graph: Graph) -> Graph:
-    """Note in each random operator of a captured graph where the rows of the batch are."""
+    """Note in each random operator of a captured graph its number, and where the rows of the batch are."""
     _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes
     return with_rows_of_draws(graph)
 
@@ -53,31 +56,38 @@ def rows_of_draws(graph: Graph, with_rows: Collection[int]) -> Draws:
 def with_rows_of_draws(
     graph: Graph, with_rows: Collection[int] | None = None, of_several: Draws = ()
 ) -> Graph:
-    """Note in each random operator of a graph where the rows of the batch are (``Node.rows``)."""
+    """Note in each random operator of a graph its number (``Node.site``) and where its rows are (``Node.rows``)."""
     rules = rules_of(graph, graph.alike)
     draws = _random(graph)
-    rows = _rows_of_batch(graph, with_rows)
-    if not draws or rows is None:
+    if not draws:
         return graph
+    rows = _rows_of_batch(graph, with_rows)
+    if rows is None:
+        return _with(graph, {i: replace(graph.nodes[i], site=k) for k, i in enumerate(draws)})
     if with_rows is None:
         among = may_have_rows(graph, rows)
         with_rows = inputs_with_rows(graph, rows).rows if len(among) > 1 else among
     dims = _dims(graph, rules, rows, with_rows)
-    nodes = list(graph.nodes)
-    if rows > 1 or [target for target, _ in of_several] != [nodes[i].target for i in draws]:
+    numbered: dict[int, Node] = {}
+    if rows > 1 or [target for target, _ in of_several] != [graph.nodes[i].target for i in draws]:
         of_several = [("", None)] * len(draws)
-    for i, (_, place) in zip(draws, of_several, strict=True):
-        shape = nodes[i].out.shape
+    for number, (i, (_, place)) in enumerate(zip(draws, of_several, strict=True)):
+        shape = graph.nodes[i].out.shape
         if place is None or any(shape[d : d + 1] != (outer * inner,) for d, outer, _, inner in place):
             place = _rows_of(graph, i, dims.get(Ref(i), ()), rows)
         else:
             place = tuple((d, outer, 1, inner) for d, outer, _, inner in place)
-        nodes[i] = replace(nodes[i], rows=place)
-    with_rows = replace(graph, nodes=tuple(nodes))
+        numbered[i] = replace(graph.nodes[i], site=number, rows=place)
+    return _with(graph, numbered)
+
+
+def _with(graph: Graph, numbered: Mapping[int, Node]) -> Graph:
+    """Return the graph with other nodes at some places, and with what was derived from it."""
+    changed = replace(graph, nodes=tuple(numbered.get(i, node) for i, node in enumerate(graph.nodes)))
     for known in ("fingerprint", "alike", "consumers"):
         if known in graph.__dict__:
-            with_rows.__dict__[known] = graph.__dict__[known]
-    return with_rows
+            changed.__dict__[known] = graph.__dict__[known]
+    return changed
 
 
 def _random(graph: Graph) -> list[int]:

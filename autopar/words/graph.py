@@ -132,7 +132,8 @@ class Node:
         needs_grad: gradients flow through this node's outputs.
         hot: the value depends on a parameter, or on an input that wants a gradient. Only hot nodes are planned by the
             ILP; the others follow demand.
-        site: number of the node in the model's graph, where this one is part of a stage: random ops draw by it.
+        site: for a random operator, its number among those of the model: it draws by it. For others, the number of the
+            node in the model's graph, where this one is part of a stage.
         rows: for a random operator, where the rows of the batch are in what it draws; none where it draws once for all
             of them, None if that is not known.
         strides: for a random operator, the strides of the tensor that it draws in eager mode; none of a contiguous one.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import unittest.mock
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import stage_edges_of
 from autopar.plans.weight_versions import versions_of
 from autopar.runtime.as_module.spreading import pipelined
+from autopar.runtime.pipelines.stage_in_flight import Flight
 from autopar.torch_private import pytree
 from cost_models.schedules import build, live_at_peak
 from hardware_profiles import load_cluster
@@ -223,6 +226,7 @@ def from_a_script() -> dict[str, str]:
         "full_state_dict": said_by(pm.full_state_dict),
         "load": said_by(lambda: pm.load_full_state_dict({})),
         "copy": said_by(lambda: copy.deepcopy(pm)),
+        "save": said_by(lambda: autopar.save(optimizer.state_dict() if dist.get_rank() else {}, os.devnull)),
         "another optimizer": said_by(lambda: pm.train_step(x, y, optimizer=other)),
         "fewer rows": said_by(lambda: pm.train_step(x[:12], y[:12], optimizer=optimizer)),
     }
@@ -241,6 +245,81 @@ def from_a_script() -> dict[str, str]:
     assert abs(float(losses[0]) - before) < 1e-6 and float(losses[0]) == float(losses[1]) > float(losses[-1])
     said["note"] = pm.plan.notes[0]
     return said
+
+
+def half_by_half(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Two optimizers with parameters of all stages each: matrices, and the rest."""
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    others = [param for param in model.parameters() if param.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.05), torch.optim.SGD(others, lr=0.2, momentum=0.9)]
+
+
+def several_optimizers(schedule: str) -> tuple[float, str, str]:
+    """Train by two optimizers in a list: the difference to one device, and what is said of others in a list."""
+    model = torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())))
+    torch.manual_seed(0)
+    model.apply(lambda part: part.reset_parameters() if isinstance(part, torch.nn.Linear) else None).double()
+    x, y = (torch.randn(16, 8, dtype=torch.float64) for _ in range(2))
+    loss_fn = torch.nn.functional.mse_loss
+    delayed = Delayed(copy.deepcopy(model), {}, 2, "adamw")
+    pm = autopar.parallelize(
+        model, example_inputs=(x,), loss_fn=loss_fn, targets=(y,), stages=2, microbatches=2, schedule=schedule
+    )
+    ours, wanted = half_by_half(pm), half_by_half(delayed.model)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (*ours, *wanted)]
+    for step in range(6):
+        pm.train_step(x, y, optimizer=ours)
+        late = schedule == "pipedream-2bw" and step
+        now = delayed.history[-1]
+        delayed._put(delayed.history[-2] if late else now)
+        loss_fn(delayed.model(x), y).backward()
+        delayed._put(now)
+        for each in wanted:
+            each.step()
+            each.zero_grad()
+        delayed.history.append(delayed._now())
+        for scheduler in schedulers:
+            scheduler.step()
+    said = said_by(lambda: pm.train_step(x, y, optimizer=ours[::-1])) if schedule == "pipedream-2bw" else ""
+    pm.drain()
+    state = pm.full_state_dict()
+    found = difference(state, delayed.model.state_dict())[0] if dist.get_rank() == 0 else 0.0
+    return found, said, said_by(lambda: pm.train_step(x, y, optimizer=[ours[0], 0.1]))
+
+
+def breaks_off_alike(schedule: str, then: str) -> tuple[str, list[float], list[float]]:
+    """All ranks break off a step in the middle; losses of a new model behind it, and of the same one once more."""
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 8), torch.randn(16, 8)
+
+    def losses_of(name: str, breaks: bool = False) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())))
+        pm = autopar.parallelize(
+            model, example_inputs=(x,), loss_fn=torch.nn.functional.mse_loss, targets=(y,), stages=2, microbatches=4,
+            schedule=name,
+        )  # fmt: skip
+        optimizer = torch.optim.SGD(pm.parameters(), lr=0.2)
+        forward, calls = Flight.forward, 0
+
+        def breaking(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise ZeroDivisionError("on all ranks")
+            return forward(*args, **kwargs)
+
+        with unittest.mock.patch.object(Flight, "forward", breaking if breaks else forward):
+            losses = [pm.train_step(x, y, optimizer=optimizer) for _ in range(3)]
+        pm.drain()
+        return [float(loss) for loss in losses]
+
+    said = ""
+    try:
+        losses_of(schedule, breaks=True)
+    except ZeroDivisionError as error:
+        said = str(error)
+    return said, losses_of(then), losses_of(then)
 
 
 def fails_in_flight() -> str:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from procs.asynchronous import Case, compare, fails_in_flight, from_a_script, peaks
+from procs.asynchronous import (
+    Case,
+    breaks_off_alike,
+    compare,
+    fails_in_flight,
+    from_a_script,
+    peaks,
+    several_optimizers,
+)
 from procs.pipelines import ONE, TWO, Config
 
 from autopar.runtime.ranks.launch import run_local
@@ -54,6 +62,7 @@ def test_what_a_script_meets() -> None:
             wanted = r"1 microbatches of schedule 'pipedream-2bw' are in flight.*call drain\(\)"
             assert re.search(wanted, said[what]), what
         assert "another optimizer" in said["another optimizer"]
+        assert "tensors on 1 of 2 ranks" in said["save"]  # on the rank without any, too
         assert "leave out the last, smaller batch" in said["fewer rows"]
         assert re.search(r"parameter '.*' was written between two steps", said["written"])
         assert "changes the training result" in said["note"]
@@ -64,6 +73,22 @@ def test_a_failure_in_flight_leaves_weights_that_do_not_fit() -> None:
     assert "rank 1 failed" in first and "division by zero" in second
     for said in (first, second):
         assert said.count("start again from the last checkpoint") == 2, said
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream-2bw"])
+def test_several_optimizers(schedule: str) -> None:
+    """As Muon for the matrices, and another one for the rest."""
+    for found, other_order, no_optimizer in run_local(several_optimizers, 2, schedule, timeout=300):
+        assert found <= 1e-9
+        assert schedule == "1f1b" or "another optimizer" in other_order
+        assert "has an object of type float" in no_optimizer and "several in a list" in no_optimizer
+
+
+@pytest.mark.parametrize("schedule, then", [("1f1b", "1f1b"), ("1f1b", "pipedream"), ("pipedream-2bw", "1f1b")])
+def test_a_new_model_behind_a_step_that_broke_off(schedule: str, then: str) -> None:
+    """Its messages are not taken by what the step has left in the channels of the same ranks."""
+    for said, losses, again in run_local(breaks_off_alike, 2, schedule, then, timeout=120):
+        assert said == "on all ranks" and losses == again
 
 
 @pytest.mark.slow

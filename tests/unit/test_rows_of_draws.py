@@ -30,6 +30,11 @@ class Given(nn.Module):
         return F.mse_loss(self.drawing(self.layer(x)), y)
 
 
+class Labelled(Given):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.drawing(self.layer(x)).transpose(1, 2), y, ignore_index=-1)
+
+
 def several(h: Tensor) -> Tensor:
     """Rows in the first dim, in the second, in one dim with the length, and none for a mask of all of them."""
     h = F.dropout(h, 0.2) * torch.rand(len(h), dtype=h.dtype)[:, None, None]
@@ -68,6 +73,19 @@ def first_loss(drawing: Callable[[Tensor], Tensor], k: int) -> float:
 def test_microbatches_do_not_change_what_is_drawn(name: str) -> None:
     of_one, *others = (first_loss(CASES[name], k) for k in (1, 2, 4))
     assert others == pytest.approx([of_one] * 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("random", ["sharded", "torch"])
+def test_totals_of_the_batch_do_not_change_what_is_drawn(random: str) -> None:
+    """A loss of labels reads their number in the whole batch, an input more than in one microbatch."""
+    labels = (Y[..., 0] * 4).long().clamp(-1, 3)
+    losses = []
+    for k in (1, 2, 4):
+        model = Labelled(lambda h: F.dropout(h, 0.3))
+        pm = autopar.parallelize(model, 1, (X, labels), microbatches=k, random=random)
+        torch.manual_seed(7)
+        losses.append(float(pm.train_step(X, labels)))
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-12)
 
 
 def test_rows_that_microbatches_do_not_divide() -> None:

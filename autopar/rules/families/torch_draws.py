@@ -213,7 +213,7 @@ class TorchDraws:
     """A stand-in for the seed of a call, or of a microbatch of it.
 
     Attributes:
-        states: the states of the generator before each draw, by number of the node.
+        states: the states of the generator before each draw, by the ``site`` of the node, or its number without one.
         rows: the rows of the batch; None if the call is for all of it.
         place: the place of the rows of a microbatch in the batch, int64 [4], as
             :func:`~autopar.rules.families.sharded_random.seed_at` gives it.

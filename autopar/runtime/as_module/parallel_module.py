@@ -26,6 +26,7 @@ from autopar.runtime.batches.local_batch import sampler_of, sharded
 from autopar.runtime.batches.row_sampler import RowSampler
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from autopar.runtime.one_mesh.mesh_step import MeshRun
+from autopar.runtime.optimizers.several import Optimizers, listed
 from autopar.runtime.parameters.state import whole_of
 from autopar.runtime.pipelines.pipeline import PipelineRun
 from autopar.runtime.repairs.dtensor_fixes import note_state
@@ -83,7 +84,7 @@ class ParallelModule(Derived):
 
     @compiled_as_callers
     def train_step(
-        self, *args: PyTree, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None,
+        self, *args: PyTree, optimizer: Optimizers = None, microbatches: int | None = None,
         scaler: torch.amp.GradScaler | None = None, **kwargs: PyTree,
     ) -> torch.Tensor:  # fmt: skip
         """Run one training step on a batch of one or more microbatches.
@@ -100,7 +101,8 @@ class ParallelModule(Derived):
 
         Args:
             args, kwargs: the batch, of global shapes, the same on every rank.
-            optimizer: if given, ``step()`` and ``zero_grad()`` follow; else gradients are left in ``param.grad``.
+            optimizer: if given, ``step()`` and ``zero_grad()`` of it follow, or of each in a list; else gradients are
+                left in ``param.grad``.
             microbatches: how many, on one mesh; by default found from the shapes.
             scaler: multiplies the gradients (:mod:`~autopar.runtime.optimizers.grad_scaler`); with ``optimizer``,
                 ``step()`` and ``update()`` of it follow, else ``unscale_``, clipping and these are the caller's.
@@ -119,7 +121,9 @@ class ParallelModule(Derived):
         """
         if self._autopar.inference:
             raise RunError(f"train_step: {FORWARD_ALONE}")
-        return self._autopar.train_step(args, kwargs, optimizer=optimizer, microbatches=microbatches, scaler=scaler)
+        return self._autopar.train_step(
+            args, kwargs, optimizers=listed(optimizer), microbatches=microbatches, scaler=scaler
+        )
 
     @compiled_as_callers
     def evaluate(self, *args: PyTree, **kwargs: PyTree) -> torch.Tensor:

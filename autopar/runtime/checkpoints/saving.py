@@ -47,14 +47,18 @@ def save(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
         _write(_whole(state, True), file)
         return
     tensors = list(_dtensors(state))
-    for mesh in {tensor.device_mesh for tensor in tensors}:
-        if mesh.size() != dist.get_world_size():
+    meshes = {tensor.device_mesh for tensor in tensors}
+    partial = next((mesh.size() for mesh in meshes if mesh.size() != dist.get_world_size()), None)
+    if partial is None:
+        for mesh in meshes:
+            meet_at(mesh, "saves", f"a state of {len(tensors)} tensors in pieces")
+    with everywhere(dist.group.WORLD):  # a rank whose stage has no state yet would wait for the others
+        if partial is not None:
             raise RunError(
-                f"autopar.save: the state has tensors on {mesh.size()} of {dist.get_world_size()} ranks, as a stage of "
+                f"autopar.save: the state has tensors on {partial} of {dist.get_world_size()} ranks, as a stage of "
                 "a pipeline has: save autopar.full_state_dict(pm) and "
                 "autopar.full_optimizer_state_dict(pm, optimizer), or use autopar.Checkpoint"
             )
-        meet_at(mesh, "saves", f"a state of {len(tensors)} tensors in pieces")
     first = dist.get_rank() == 0
     gathered = _whole(state, first)
     with everywhere(dist.group.WORLD):

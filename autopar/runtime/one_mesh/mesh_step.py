@@ -45,7 +45,7 @@ class MeshRun(MeshCalls):
         return MeshRun(model, self.captured, self.plan, self.device_mesh, values, alike=seeds.alike, random=seeds.mode)
 
     def train_step(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, optimizer: torch.optim.Optimizer | None = None,
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, optimizers: Sequence[torch.optim.Optimizer] = (),
         microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Run a training step; arguments as of ``ParallelModule.train_step``."""
@@ -53,9 +53,10 @@ class MeshRun(MeshCalls):
             (args, kwargs), _ = self.buckets.padded(args, kwargs)
         of_step, ranks = self.runs_of_step(args, kwargs, microbatches)
         loss = self._train_runs(of_step, ranks, grad_scaler.scale_of(scaler, self.device))
-        if optimizer is not None:
+        if optimizers:
             with self.fails_everywhere(f"the optimizer's step after call {self.calls}"):
-                grad_scaler.step(optimizer, scaler)
+                grad_scaler.step(optimizers, scaler)
+        for optimizer in optimizers:
             optimizer.zero_grad()
         return loss
 

@@ -3,5 +3,6 @@
 ======================= ================================================================================================
 :mod:`.user_optimizers` those that were made before the model was spread
 :mod:`.grad_scaler`     steps with a ``GradScaler``
+:mod:`.several`         the one or several that ``train_step`` is given
 ======================= ================================================================================================
 """

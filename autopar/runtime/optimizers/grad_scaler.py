@@ -13,7 +13,7 @@ device, without a number being read on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,15 @@ def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> torch
     return scaler.scale(torch.ones((), device=device)) if scaler.is_enabled() else None
 
 
-def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-    """Step the optimizer, through the scaler if there is one, which then updates its scale."""
-    if scaler is None:
-        optimizer.step()
-        return
-    scaler.step(optimizer)
-    scaler.update()
+def step(optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None) -> None:
+    """Step the optimizers, through the scaler if there is one, which then updates its scale."""
+    for optimizer in optimizers:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+    if scaler is not None:
+        scaler.update()
 
 
 @torch.no_grad()

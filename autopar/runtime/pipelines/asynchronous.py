@@ -51,7 +51,7 @@ class AsynchronousSteps(PipelineBatches):
     stream: Stream | None = None
 
     def step_of_stream(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], optimizer: torch.optim.Optimizer | None,
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], optimizers: Sequence[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler | None,
     ) -> torch.Tensor:  # fmt: skip
         """Bring a batch; arguments as of ``ParallelModule.train_step``.
@@ -64,7 +64,7 @@ class AsynchronousSteps(PipelineBatches):
         """
         name = self.plan.schedule.name
         self.check_trains()
-        if optimizer is None:
+        if not optimizers:
             raise RunError(
                 f"schedule '{name}' updates each stage's weights within train_step, while other microbatches are in "
                 "flight: call train_step(*batch, optimizer=optimizer), without step() and zero_grad() of your own"
@@ -78,7 +78,7 @@ class AsynchronousSteps(PipelineBatches):
         stream = self.stream
         if stream is not None:
             stream.check_whole()
-            stream.check_unwritten(optimizer)
+            stream.check_unwritten(optimizers)
         with self.all_in_step("train_step"):
             ready = self.ready_runs(args, kwargs, "to train on")
             numbers = [each.run.microbatches for each in ready]
@@ -95,7 +95,7 @@ class AsynchronousSteps(PipelineBatches):
             ready[0].batch.check_planned(ready[0].callers)
             with stream.seeding() as taken:
                 seeds = self.seeds_of(ready)[0]
-            return stream.step(ready[0], seeds, optimizer, taken)
+            return stream.step(ready[0], seeds, optimizers, taken)
 
     def drain(self) -> None:
         """Empty the pipeline of an asynchronous schedule; of others it is empty after each step."""
@@ -136,7 +136,7 @@ class Stream:
         self.everyone = pm.work.everyone
         self.shares: dict[int, float] = {}
         self.options: dict[int, Options] = {}
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizers: Sequence[torch.optim.Optimizer] = ()
         self.told: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.begun = 0
         self.versions: WeightVersions | None = None
@@ -181,13 +181,13 @@ class Stream:
                 "have weights of different updates: call drain() on all ranks first"
             )
 
-    def check_unwritten(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_unwritten(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse parameters that were written in between, and another optimizer.
 
         Raises:
             RunError: it says which, and what to call.
         """
-        if self.begun and optimizer is not self.optimizer:
+        if self.begun and [*map(id, optimizers)] != [*map(id, self.optimizers)]:
             raise RunError(
                 f"train_step was given another optimizer than the calls before, whose last updates are still to come "
                 f"(schedule '{self.name}'): call drain() on all ranks first"
@@ -217,7 +217,7 @@ class Stream:
             seeds.own = None
 
     def step(
-        self, ready: Ready, seeds: Sequence[Any], optimizer: torch.optim.Optimizer, taken: Sequence[int] = ()
+        self, ready: Ready, seeds: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer], taken: Sequence[int] = ()
     ) -> torch.Tensor:
         """Bring a batch, and return its loss, of shape [] and of the loss's dtype."""
         pm, m = self.pm, self.microbatches
@@ -228,7 +228,8 @@ class Stream:
             )
         with self._breaking(f"step {self.begun} broke off"):
             if not self.begun:
-                self.optimizer = optimizer
+                pm.unfinished.clear()
+                self.optimizers = optimizers
                 self.shares, self.told = {}, []
                 self.flight.begin(self.shares, pm.rows)
                 self.flight.stage.gradients.forget()
@@ -238,7 +239,7 @@ class Stream:
             self.post.add(rows)
             if not self.begun:
                 self.post.begin()
-            self.options[self.begun] = scheduled(optimizer)
+            self.options[self.begun] = scheduled(optimizers)
             once = 1 if self.in_2bw else m  # each microbatch of PipeDream is a batch of its own
             self.shares.update({first + k: share * once for k, share in enumerate(ready.weights)})
             self.begun += 1
@@ -305,9 +306,7 @@ class Stream:
         Nothing outlives it here but what its backward needs: the rest would hold its version of the weights.
         """
         self._versions.begin(microbatch, self._version(microbatch))
-        loss, _ = self.flight.forward(
-            self.post, microbatch, ready.batches[k], ready.batch.shown, seed, False, reached
-        )
+        loss, _ = self.flight.forward(self.post, microbatch, ready.batches[k], ready.batch.shown, seed, False, reached)
         return loss.detach().double() if loss is not None and self.flight.leads else 0
 
     def _backward(self, action: Action, draining: bool = False) -> None:
@@ -322,18 +321,18 @@ class Stream:
         if not updates:
             return
         flight.stage.gradients.give()
-        assert self.optimizer is not None
         behind = k + self.n_stages - self.stage_number  # the microbatch of the next forward
         coming = max(0, behind // self.microbatches - 1) if self.in_2bw and not draining else versions.newest + 1
-        with scheduled_as(self.optimizer, self.options[k // self.microbatches]):
+        with scheduled_as(self.optimizers, self.options[k // self.microbatches]):
             versions.update(self._step, coming)
         if (k + 1) % self.microbatches == 0:
             del self.options[k // self.microbatches]
 
     def _step(self) -> None:
-        assert self.optimizer is not None
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         for held_param in self._versions.held:
             held_param.param.grad = None
 
@@ -351,31 +350,31 @@ class Stream:
             yield
         except BaseException:
             self.broken, self.left[0] = what, 0
+            self.pm.groups.aborted = True  # what is posted there would take the messages of the next module
             raise
 
 
-def scheduled(optimizer: torch.optim.Optimizer) -> Options:
-    """Return the options of an optimizer that schedulers change, by group of parameters."""
+def scheduled(optimizers: Sequence[torch.optim.Optimizer]) -> Options:
+    """Return the options of optimizers that schedulers change, by group of parameters."""
     return [
         {
             name: value.clone() if isinstance(value := group[name], torch.Tensor) else value
             for name in SCHEDULED if name in group
-        } for group in optimizer.param_groups
+        } for optimizer in optimizers for group in optimizer.param_groups
     ]  # fmt: skip
 
 
 @contextlib.contextmanager
-def scheduled_as(optimizer: torch.optim.Optimizer, options: Options) -> Iterator[None]:
-    """Give an optimizer the options of a call in this scope."""
-    now = [
-        {name: group[name] for name in of_call} for group, of_call in zip(optimizer.param_groups, options, strict=False)
-    ]
+def scheduled_as(optimizers: Sequence[torch.optim.Optimizer], options: Options) -> Iterator[None]:
+    """Give optimizers the options of a call in this scope."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    now = [{name: group[name] for name in of_call} for group, of_call in zip(groups, options, strict=False)]
     try:
-        for group, of_call in zip(optimizer.param_groups, options, strict=False):
+        for group, of_call in zip(groups, options, strict=False):
             group.update(of_call)
         yield
     finally:
-        for group, before in zip(optimizer.param_groups, now, strict=False):
+        for group, before in zip(groups, now, strict=False):
             group.update(before)
 
 

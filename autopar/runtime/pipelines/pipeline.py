@@ -8,7 +8,7 @@ crosses them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from autopar.runtime.parameters.state import as_dtensor, whole_of
 from autopar.runtime.pipelines.asynchronous import AsynchronousSteps
 from autopar.runtime.pipelines.pipeline_outputs import of_batch, of_run
 from autopar.runtime.pipelines.pipeline_start import begun, check_fits, take_values, unread_in
-from autopar.runtime.pipelines.rank_actions import Span, Unfinished
+from autopar.runtime.pipelines.rank_actions import Span, unfinished_of
 from autopar.runtime.pipelines.schedule_check import check_buffers, check_rows
 from autopar.runtime.ranks.agree import Meeting
 from autopar.runtime.ranks.devices import device_of
@@ -96,7 +96,7 @@ class PipelineRun(AsynchronousSteps):
         self.failures = Failures(range(dist.get_world_size()), groups.abort, stays_armed=self.device.type != "cpu")
         self.leads = self.rank == plan.stages[mine[0]].devices[0]
         self.lines, self.first_tied = (here.wires, here.tied), here.tied
-        self.unfinished, self.spans = Unfinished(), None
+        self.unfinished, self.spans = unfinished_of(groups), None
         self._place(placings)
         with self.user.restored_on_error():
             self.work = self.work_of(plan.microbatches)
@@ -145,7 +145,7 @@ class PipelineRun(AsynchronousSteps):
     # -- a step
 
     def train_step(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, optimizer: torch.optim.Optimizer | None = None,
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, optimizers: Sequence[torch.optim.Optimizer] = (),
         microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Run a training step; arguments as of ``ParallelModule.train_step``."""
@@ -155,7 +155,7 @@ class PipelineRun(AsynchronousSteps):
                 f"({self.plan.microbatches}); leave it out, or parallelize with microbatches={microbatches}"
             )
         if self.plan.schedule.name in ASYNCHRONOUS_KINDS:
-            return self.step_of_stream(args, kwargs, optimizer, scaler)
+            return self.step_of_stream(args, kwargs, optimizers, scaler)
         self.check_trains()
         with self.all_in_step(f"train_step {self.steps}"):
             scale = grad_scaler.scale_of(scaler, self.device)
@@ -180,9 +180,9 @@ class PipelineRun(AsynchronousSteps):
             self.steps += 1
             if scale is not None:
                 grad_scaler.share_overflows(self.parameters(), self.device, self.everyone)
-            if optimizer is not None:
-                grad_scaler.step(optimizer, scaler)
-        if optimizer is not None:
+            if optimizers:
+                grad_scaler.step(optimizers, scaler)
+        for optimizer in optimizers:
             optimizer.zero_grad()
         return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,33 @@ Span = tuple[str, str, float, float]
 
 @dataclass
 class Unfinished:
-    """The unfinished work of a pipeline; all that run over the same channels share one."""
+    """The step that all ranks have broken off, of a pipeline; all that run over the same channels share one."""
 
+    generation: int
     work: Work | None = None
+
+    def clear(self) -> None:
+        """Clean up what an exception on all ranks left of a step.
+
+        Messages are then pending that nobody takes, and receives posted that nobody answers. The ranks tell each
+        other how far they came; what was sent is received, and what is waited for is sent.
+        """
+        if (broken := self.work) is not None:
+            clear([broken.post, broken.forward_post, broken.ties.post], broken.everyone)
+            for flight in broken.flights.values():
+                flight.drop()
+        self.work = None
+
+
+_OF_GROUPS: WeakKeyDictionary[Groups, Unfinished] = WeakKeyDictionary()
+
+
+def unfinished_of(groups: Groups) -> Unfinished:
+    """Return what is unfinished in the channels of all pipelines with the same ranks, also of models that are gone."""
+    known = _OF_GROUPS.get(groups)
+    if known is None or known.generation != groups.generation:
+        known = _OF_GROUPS[groups] = Unfinished(groups.generation)
+    return known
 
 
 class Work:
@@ -171,15 +196,8 @@ class Work:
         return flat
 
     def _begin(self, shares: Sequence[float], scale: torch.Tensor | None = None) -> None:
-        """Begin a step, after cleaning up what an exception on all ranks left of an earlier one.
-
-        Messages are then pending that nobody takes, and receives posted that nobody answers. The ranks tell each
-        other how far they came; what was sent is received, and what is waited for is sent.
-        """
-        if (broken := self.unfinished.work) is not None:
-            clear([broken.post, broken.forward_post, broken.ties.post], broken.everyone)
-            for flight in broken.flights.values():
-                flight.drop()
+        """Begin a step, after cleaning up what is left of one that broke off."""
+        self.unfinished.clear()
         for flight in self.flights.values():
             flight.begin(shares, self.local_batch, scale)
         self.unfinished.work = self

@@ -231,7 +231,8 @@ class TorchSeeds(Seeds):
         generator.set_state(step.seed)
         states = {}
         for number, draw in draws_in_order(graph, self.device.type).items():
-            states[number] = generator.get_state()
+            site = graph.nodes[number].site
+            states[site if site >= 0 else number] = generator.get_state()
             try:
                 draw.of_batch(rows).make(generator)
             except ValueError as error:

@@ -156,7 +156,7 @@ class ParallelRun(ProgramRun):
         raise NotImplementedError
 
     def train_step(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, optimizer: torch.optim.Optimizer | None = None,
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, optimizers: Sequence[torch.optim.Optimizer] = (),
         microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Run a training step; arguments as of ``ParallelModule.train_step``, the batch as a tuple and a dict."""
