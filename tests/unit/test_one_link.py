@@ -15,6 +15,8 @@ from torch import nn
 import autopar
 from autopar.capture import Captured
 from autopar.certificate import check
+from autopar.errors import InfeasibleError
+from autopar.planner.host_bytes import host_bytes, moved_bytes, stored_bytes
 from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
@@ -144,3 +146,26 @@ def test_both_together_wait_for_more_than_each_alone(captured: Captured, offload
     assert both.exposed_seconds > 1.2 * alone.exposed_seconds
     moved = planned(captured, cluster, {"activations": activations}).price
     assert both.activation_seconds == pytest.approx(moved.activation_seconds), "these have an order of their own"
+
+
+def test_where_activations_are_chosen_the_share_of_the_state_is_kept(captured: Captured) -> None:
+    cluster = cluster_of(1e8, 1.0)
+    limit = 0.8 * planned(captured, cluster, {"optimizer": 1}).price.memory_bytes
+    for wish in ({"activations": True, "optimizer": 1}, {"activations": 0.0, "optimizer": 1}):
+        options = Options(memory_limit_bytes=limit, recompute=(), offload=replace(parse_offload(wish), activations=0.0))
+        stage = plan_graph(captured.graph, cluster, ONE, options)
+        assert stage.price.memory_bytes <= limit and stage.memory
+        assert all(choice.on_host for choice in stage.params.values())
+
+
+def test_the_memory_of_the_host_is_one_as_well(captured: Captured) -> None:
+    cluster, offload = cluster_of(1e9, 1.0), BOTH[0]
+    stage = planned(captured, cluster, offload)
+    both = host_bytes(captured.graph, stage)
+    moved, stored = moved_bytes(captured.graph, stage), stored_bytes(captured.graph, stage)
+    assert both == moved + stored > max(moved, stored) > 0
+    (device,) = set(cluster.devices)
+    assert device.host is not None
+    small = replace(device, host=replace(device.host, memory_bytes=4 * both - 8))  # of which four devices have a share
+    with pytest.raises(InfeasibleError, match=r"moves .* of a device to the memory of its host and stores .* there"):
+        planned(captured, replace(cluster, devices=(small,) * cluster.n_devices), offload)

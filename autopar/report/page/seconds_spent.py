@@ -20,6 +20,7 @@ from autopar.planner.intra_op.memory.ledger import Ledger, use_of_link, waiting_
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.plans.plan import Plan, StagePlan, reshard_key, segment_numbers
 from autopar.plans.stage_graphs import StageGraph
+from autopar.report.on_host import parameter_copies
 from autopar.rules.local_calls import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
@@ -128,13 +129,11 @@ def _parameters(
                 else:
                     tally.backward_moves += seconds * shown[place]
         if choice.on_host:
-            n_bytes = priced.local_bytes(graph.stored(node), choice.stored)
-            copies = P.host_copy_seconds(n_bytes, node.needs_grad, choice, priced).both
-            for place, seconds in enumerate(copies):
-                kinds = tally.once if place < 2 else tally.seconds
-                kinds[HOST_COPIES] += seconds * shown[place]
-            tally.forward_moves += copies.forward_each * shown[2]
-            tally.backward_moves += copies.backward_each * shown[3]
+            copies = parameter_copies(graph, node, choice, priced)
+            tally.once[HOST_COPIES] += copies.gathers * shown[0] + copies.reductions * shown[1]
+            forward, backward = copies.forward_each * shown[2], copies.backward_each * shown[3]
+            tally.seconds[HOST_COPIES] += forward + backward
+            tally.forward_moves, tally.backward_moves = tally.forward_moves + forward, tally.backward_moves + backward
     if stage.price.optimizer_seconds:
         tally.once[OPTIMIZER] += stage.price.optimizer_seconds
 
