@@ -10,7 +10,8 @@ copies out and ``b`` of copies in, each counted alone, the link is busy for ``mi
 with ``g = 2 - 1 / f``. What exceeds the compute of the phase is waited for.
 
 Activations and parameters use the same link. Copies of activations have an order (:func:`copy_waits`); those of
-parameters hide in the seconds that these leave (:class:`LinkUse`), so a pass never takes less than its link is busy.
+parameters hide in the seconds that these leave (:class:`HostLinkUse`), so a pass never takes less than its link is
+busy.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Moved(NamedTuple):
     asked: int
 
 
-class LinkUse(NamedTuple):
+class HostLinkUse(NamedTuple):
     """What activations do on the link in the forward and in the backward of a microbatch: without any, nothing.
 
     Attributes:
@@ -165,19 +166,19 @@ class LinkUse(NamedTuple):
         return self.left[backward] + self.gain * min(going, coming)
 
 
-UNUSED = LinkUse()
+UNUSED = HostLinkUse()
 """No activation is copied."""
 
 
 def link_use(
     link: HostCopies, moved: Sequence[Moved], forward: Sequence[float], backward: Sequence[float], ahead: int
-) -> LinkUse:
+) -> HostLinkUse:
     """Return what moved tensors do on a link; arguments are those of :func:`copy_waits`."""
     there, back = copy_waits(moved, forward, backward, ahead)
     out, home = sum(tensor.out_seconds for tensor in moved), sum(tensor.in_seconds for tensor in moved)
     # rounding: the link may be busy all along
     left = max(0.0, sum(forward) + there - out), max(0.0, sum(backward) + back - home)
-    return LinkUse((there, back), (out, home), left, link.both_gain)
+    return HostLinkUse((there, back), (out, home), left, link.both_gain)
 
 
 def copy_waits(

@@ -14,14 +14,14 @@ gradients, which are the last ones of a backward. Reductions of a step wait for 
 many there are.
 
 Copies of parameters between a device and the memory of its host hide as collectives do, but no more of them than the
-link carries beside the copies of activations (:class:`cost_models.host_link.LinkUse`).
+link carries beside the copies of activations (:class:`cost_models.host_link.HostLinkUse`).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from cost_models.host_link import UNUSED, LinkUse
+from cost_models.host_link import UNUSED, HostLinkUse
 from hardware_profiles import Cluster
 
 SLOWDOWN = 0.15
@@ -129,7 +129,7 @@ NO_COPIES = HostSeconds()
 
 def exposed(
     parameters: ParameterSeconds, may_hide: ParameterSeconds, computing: Computing, shares: Shares,
-    copies: HostSeconds = NO_COPIES, link: LinkUse = UNUSED,
+    copies: HostSeconds = NO_COPIES, link: HostLinkUse = UNUSED,
 ) -> ParameterSeconds:  # fmt: skip
     """Return the exposed seconds of parameter collectives in a step; ``may_hide`` is the part that can overlap.
 

@@ -34,7 +34,7 @@ from autopar.words.placements import Step
 from autopar.words.shards import local_shape
 from autopar.words.trees import PyTree
 from cost_models.costs import Costs, OpSeconds, OpWork
-from cost_models.host_link import UNUSED, HostCopies, LinkUse, Moved, link_use
+from cost_models.host_link import UNUSED, HostCopies, HostLinkUse, Moved, link_use
 from cost_models.operator_cost import ALIGNMENT_BYTES
 from hardware_profiles import Device
 from hardware_profiles.measurements import op_key, tensor_text
@@ -125,7 +125,7 @@ class CountedCopies:
         asked = max(self.place[op] for op in asking)
         self.moved.append(Moved(*record.copies(self.host, n_bytes), len(self.forward) - 1, asked))
 
-    def use(self) -> LinkUse:
+    def use(self) -> HostLinkUse:
         """Return what the copies of a microbatch do on the link, and how long it waits for them."""
         if self.host is None or not self.moved:
             return UNUSED

@@ -41,7 +41,7 @@ from autopar.words.shards import elements_moved, local_shape
 from cost_models import optimizer_state_bytes
 from cost_models.chunked_exchange import ChunkedExchange
 from cost_models.costs import Axis, Costs, OpSeconds, StageWork, costs_of
-from cost_models.host_link import HostCopies, LinkUse, copies_of, devices_of_a_host, host_copies
+from cost_models.host_link import HostCopies, HostLinkUse, copies_of, devices_of_a_host, host_copies
 from cost_models.host_step import host_step_seconds
 from cost_models.joined_axes import JOINED, JoinableAxes
 from cost_models.matrix_steps import WholeMatrix, iteration_seconds, loads
@@ -152,7 +152,7 @@ def _recount(
     report: Report,
     tensor: float,
     host: HostCopies | None,
-) -> tuple[Computing, LinkUse]:
+) -> tuple[Computing, HostLinkUse]:
     """Count a microbatch into ``report``, and return the computation of operators that depend on parameters.
 
     And with it what activations do on the link to the host.

@@ -24,7 +24,7 @@ from cost_models.parameter_overlap import ParameterSeconds
 from hardware_profiles import Cluster
 
 
-class OnHost(NamedTuple):
+class KeptOnHost(NamedTuple):
     """One kind of what a device has on its host.
 
     Attributes:
@@ -51,7 +51,7 @@ class OnHost(NamedTuple):
         )
 
 
-def on_host(graph: Graph, stage: StagePlan, priced: Pricer) -> list[OnHost]:
+def on_host(graph: Graph, stage: StagePlan, priced: Pricer) -> list[KeptOnHost]:
     """Return what a device of a stage has on its host, kind by kind; empty where that is nothing."""
     if not keeps_on_host(stage):
         return []
@@ -65,7 +65,7 @@ def on_host(graph: Graph, stage: StagePlan, priced: Pricer) -> list[OnHost]:
     if moved:
         holds = ledger(graph, rules, stage.mesh, chosen, stage.reshard_paths, stage.memory, kernels=priced.kernels)
         link = use_of_link(graph, rules, priced, chosen, holds)
-        found.append(OnHost("activations", moved, times * sum(link.copied), times * sum(link.waits)))
+        found.append(KeptOnHost("activations", moved, times * sum(link.copied), times * sum(link.waits)))
     if stored:
         owned = {i: stage.params[node.target] for i, node in graph.of_kind("param")}
         load = parameter_load(graph, rules, priced, chosen, owned, times, stage.optimizer, link)
@@ -74,11 +74,11 @@ def on_host(graph: Graph, stage: StagePlan, priced: Pricer) -> list[OnHost]:
         for i, choice in owned.items():
             copies = copies.plus(parameter_copies(graph, graph.nodes[i], choice, priced))
         waited = ParameterSeconds(*[share * alone for share, alone in zip(shown, copies, strict=True)])
-        found.append(OnHost("parameters", stored, copies.of_step(times), waited.of_step(times), load.host_seconds))
+        found.append(KeptOnHost("parameters", stored, copies.of_step(times), waited.of_step(times), load.host_seconds))
     return found
 
 
-def on_hosts(graph: Graph, plan: Plan, cluster: Cluster) -> dict[int, list[OnHost]]:
+def on_hosts(graph: Graph, plan: Plan, cluster: Cluster) -> dict[int, list[KeptOnHost]]:
     """Return :func:`on_host` of every stage of a plan, by number; ``graph`` is the whole model's."""
     parts = cut(graph, plan.starts) if any(map(keeps_on_host, plan.stages)) else ()
     return {
@@ -92,7 +92,7 @@ def keeps_on_host(stage: StagePlan) -> bool:
     return bool(stage.memory.get(OFFLOAD)) or any(choice.on_host for choice in stage.params.values())
 
 
-def lines(of_stages: Mapping[int, Sequence[OnHost]], n_stages: int) -> list[str]:
+def lines(of_stages: Mapping[int, Sequence[KeptOnHost]], n_stages: int) -> list[str]:
     """Return lines about stages by number, of so many that the plan has."""
     return [
         (f"stage {number}, " if n_stages > 1 else "") + each.line
@@ -100,7 +100,7 @@ def lines(of_stages: Mapping[int, Sequence[OnHost]], n_stages: int) -> list[str]
     ]  # fmt: skip
 
 
-def facts(of_stages: Mapping[int, Sequence[OnHost]]) -> Facts:
+def facts(of_stages: Mapping[int, Sequence[KeptOnHost]]) -> Facts:
     """Return the same as values for JSON: nothing where nothing is on the host."""
     rows = [{"stage": number, **each._asdict()} for number, of_stage in of_stages.items() for each in of_stage]
     return {"on_host": rows} if rows else {}

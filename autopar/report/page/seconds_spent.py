@@ -28,7 +28,7 @@ from autopar.rules.strategy import Strategy, grads_of, strategy_named
 from autopar.words.graph import Graph, Node, Ref, Spec
 from autopar.words.placements import State, Step
 from autopar.words.shards import elements_moved
-from cost_models.host_link import UNUSED, LinkUse
+from cost_models.host_link import UNUSED, HostLinkUse
 from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
@@ -104,7 +104,7 @@ def stage_tally(graph: Graph, stage: StagePlan, priced: Pricer) -> StageTally:
 
 
 def _parameters(
-    tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy], link: LinkUse
+    tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy], link: HostLinkUse
 ) -> None:
     """Count the exposed collectives of parameters, their copies between device and host, and the optimizer's step."""
     owned = {i: stage.params[node.target] for i, node in graph.of_kind("param")}

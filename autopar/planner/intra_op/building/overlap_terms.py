@@ -127,8 +127,8 @@ def _on_one_link(
     With ``A`` seconds of copies of activations in a pass, ``W`` of them waited for, ``C`` of computation, and ``M`` of
     collectives and copies of parameters, ``P`` of them copies, hidden are ``A - W <= min(A, C)`` and ``h`` times the
     least of ``M``, of the computation that collectives overlap, and of ``M - P + C - (A - W) + gain min(out, in)``
-    (:meth:`cost_models.host_link.LinkUse.room`), with ``h`` for what is not lost. The sides are all sums of two such
-    bounds, and of the last one ``h (M - P + C + gain way) + (1 - h) (A - W)``, for each way.
+    (:meth:`cost_models.host_link.HostLinkUse.room`), with ``h`` for what is not lost. The sides are all sums of two of
+    these bounds, and of the last one ``h (M - P + C + gain way) + (1 - h) (A - W)``, for each way.
     """
     h = 1 - SLOWDOWN
     sides = [

@@ -20,7 +20,7 @@ from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref, Spec
 from autopar.words.placements import State
 from cost_models.costs import StageWork
-from cost_models.host_link import UNUSED, LinkUse
+from cost_models.host_link import UNUSED, HostLinkUse
 from cost_models.parameter_overlap import (
     HIDES_NOTHING,
     NO_COPIES,
@@ -54,7 +54,7 @@ class ParameterLoad:
     computing: Computing
     shares: Shares
     copies: HostSeconds = NO_COPIES
-    link: LinkUse = UNUSED
+    link: HostLinkUse = UNUSED
 
     @property
     def host_seconds(self) -> float:
@@ -86,7 +86,7 @@ def together(loads: Sequence[tuple[int, ParameterLoad]]) -> ParameterLoad:
     return ParameterLoad((), collectives, may_hide, first, computing, shares, copies, _link_of(loads))
 
 
-def _link_of(loads: Sequence[tuple[int, ParameterLoad]]) -> LinkUse:
+def _link_of(loads: Sequence[tuple[int, ParameterLoad]]) -> HostLinkUse:
     """Return what the activations of all blocks do on the link; blocks that move none leave it all they compute."""
     uses = [(n, load.link, load.computing) for n, load in loads]
     if not any(any(link.copied) for _, link, _ in uses):
@@ -96,7 +96,7 @@ def _link_of(loads: Sequence[tuple[int, ParameterLoad]]) -> LinkUse:
         there, back = zip(*[(n * a, n * b) for n, (a, b) in values], strict=True)
         return sum(there), sum(back)
 
-    return LinkUse(
+    return HostLinkUse(
         total((n, link.waits) for n, link, _ in uses), total((n, link.copied) for n, link, _ in uses),
         total((n, link.left if any(link.copied) else (own.forward, own.backward)) for n, link, own in uses),
         max(link.gain for _, link, _ in uses),
@@ -105,7 +105,7 @@ def _link_of(loads: Sequence[tuple[int, ParameterLoad]]) -> LinkUse:
 
 def parameter_load(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
-    owned: Mapping[int, ParamChoice], microbatches: int, optimizer: str, link: LinkUse, versions: int = 1,
+    owned: Mapping[int, ParamChoice], microbatches: int, optimizer: str, link: HostLinkUse, versions: int = 1,
 ) -> ParameterLoad:  # fmt: skip
     """Return the load of a plan's parameters.
 

@@ -24,7 +24,7 @@ from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref
 from autopar.words.placements import State
-from cost_models.host_link import UNUSED, LinkUse, Moved, link_use
+from cost_models.host_link import UNUSED, HostLinkUse, Moved, link_use
 
 GIVEN = "given"
 """The decision of an entry that is the batch or a buffer, which are there anyway."""
@@ -165,7 +165,7 @@ def waiting_seconds(
 
 def use_of_link(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], holds: Ledger
-) -> LinkUse:
+) -> HostLinkUse:
     """Return what the copies beside compute of a microbatch do on the link to the host, and how long it waits for them.
 
     They have what operators compute to hide behind, those of segments that are recomputed once more in the backward;
