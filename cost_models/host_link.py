@@ -6,12 +6,17 @@ are made by all devices of a machine in the same moments, so prices take them so
 
 A copy takes ``latency + bytes / rate``. In a phase (the forwards, or the backwards, of a step) with ``a`` seconds of
 copies out and ``b`` of copies in, each counted alone, the link is busy for ``min(a, b) / f + |a - b|`` seconds, with
-``f`` the part of its rate that a direction keeps while the other copies. What exceeds the compute of the phase is
-waited for.
+``f`` the part of its rate that a direction keeps while the other copies: ``g * min(a, b)`` less than one after another,
+with ``g = 2 - 1 / f``. What exceeds the compute of the phase is waited for.
+
+Activations and parameters use the same link. Copies of activations have an order (:func:`copy_waits`); those of
+parameters hide in the seconds that these leave (:class:`HostLinkUse`), so a pass never takes less than its link is
+busy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -65,6 +70,11 @@ class HostCopies:
     def both_fraction(self) -> float:
         """Part of its rate that each direction keeps while the other copies, the host's memory included."""
         return min(self.link.both_fraction, self.memory_rate / (self.to_host_rate + self.to_device_rate))
+
+    @property
+    def both_gain(self) -> float:
+        """Part of the shorter direction's seconds that is saved while both directions copy at once."""
+        return 2 - 1 / self.both_fraction
 
     def waited(self, out_seconds: float, in_seconds: float, compute_seconds: float) -> float:
         """Return what a phase waits for its copies: how long the link is busy beyond the phase's compute."""
@@ -133,6 +143,42 @@ class Moved(NamedTuple):
     in_seconds: float
     last: int
     asked: int
+
+
+class HostLinkUse(NamedTuple):
+    """What activations do on the link in the forward and in the backward of a microbatch: without any, nothing.
+
+    Attributes:
+        waits: seconds that each pass waits for their copies.
+        copied: seconds of their copies, alone: to the host in the forward, to the device in the backward.
+        left: seconds of each pass, its waits included, in which the link is not busy with them.
+        gain: the link's :attr:`HostCopies.both_gain`.
+    """
+
+    waits: tuple[float, float] = (0.0, 0.0)
+    copied: tuple[float, float] = (0.0, 0.0)
+    left: tuple[float, float] = (math.inf, math.inf)
+    gain: float = 0.0
+
+    def room(self, backward: bool, coming: float, going: float) -> float:
+        """Return how many seconds of copies of parameters pass beside a pass, of so many in and out, each alone."""
+        going, coming = going + (not backward) * self.copied[0], coming + backward * self.copied[1]
+        return self.left[backward] + self.gain * min(going, coming)
+
+
+UNUSED = HostLinkUse()
+"""No activation is copied."""
+
+
+def link_use(
+    link: HostCopies, moved: Sequence[Moved], forward: Sequence[float], backward: Sequence[float], ahead: int
+) -> HostLinkUse:
+    """Return what moved tensors do on a link; arguments are those of :func:`copy_waits`."""
+    there, back = copy_waits(moved, forward, backward, ahead)
+    out, home = sum(tensor.out_seconds for tensor in moved), sum(tensor.in_seconds for tensor in moved)
+    # rounding: the link may be busy all along
+    left = max(0.0, sum(forward) + there - out), max(0.0, sum(backward) + back - home)
+    return HostLinkUse((there, back), (out, home), left, link.both_gain)
 
 
 def copy_waits(

@@ -12,12 +12,16 @@ Both are slower while they run at once: of ``n`` such seconds :data:`SLOWDOWN` t
 read first in the model have nothing before them: their gathers are waited for, and so are the reductions of their
 gradients, which are the last ones of a backward. Reductions of a step wait for the last microbatch's backward, however
 many there are.
+
+Copies of parameters between a device and the memory of its host hide as collectives do, but no more of them than the
+link carries beside the copies of activations (:class:`cost_models.host_link.HostLinkUse`).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from cost_models.host_link import UNUSED, HostLinkUse
 from hardware_profiles import Cluster
 
 SLOWDOWN = 0.15
@@ -99,15 +103,45 @@ def hidden_seconds(collectives: float, computing: float) -> float:
     return (1 - SLOWDOWN) * min(collectives, computing)
 
 
+NONE = ParameterSeconds()
+"""Of no collectives."""
+
+
+class HostSeconds(NamedTuple):
+    """Seconds of parameters' copies between a device and its host, each direction alone, by when they run."""
+
+    coming: ParameterSeconds = NONE
+    going: ParameterSeconds = NONE
+
+    @property
+    def both(self) -> ParameterSeconds:
+        """Of both directions, one after another: what prices have, since a gradient and a value seldom meet."""
+        return self.coming.plus(self.going)
+
+    def plus(self, more: HostSeconds, times: float = 1) -> HostSeconds:
+        """Return the sum with ``times`` more."""
+        return HostSeconds(self.coming.plus(more.coming, times), self.going.plus(more.going, times))
+
+
+NO_COPIES = HostSeconds()
+"""Of parameters that stay on the device."""
+
+
 def exposed(
-    parameters: ParameterSeconds, may_hide: ParameterSeconds, computing: Computing, shares: Shares
-) -> ParameterSeconds:
-    """Return the exposed seconds of parameter collectives in a step; ``may_hide`` is the part that can overlap."""
-    forward, backward = computing.side(False, shares), computing.side(True, shares)
-    forward_each = hidden_seconds(may_hide.forward_each, forward)
-    backward_each = hidden_seconds(may_hide.backward_each, backward)
-    first = hidden_seconds(may_hide.gathers + may_hide.forward_each, forward) - forward_each
-    last = hidden_seconds(may_hide.reductions + may_hide.backward_each, backward) - backward_each
+    parameters: ParameterSeconds, may_hide: ParameterSeconds, computing: Computing, shares: Shares,
+    copies: HostSeconds = NO_COPIES, link: HostLinkUse = UNUSED,
+) -> ParameterSeconds:  # fmt: skip
+    """Return the exposed seconds of parameter collectives in a step; ``may_hide`` is the part that can overlap.
+
+    ``copies`` are the part of ``may_hide`` that is copied from and to the host, ``link`` how activations use that link.
+    """
+    passes = zip(may_hide.passes(1), copies.coming.passes(1), copies.going.passes(1), strict=True)
+    hidden = []
+    for (backward, _, seconds), (*_, coming), (*_, going) in passes:
+        on_link = seconds - coming - going + link.room(backward, coming, going) if coming or going else seconds
+        hidden.append(hidden_seconds(min(seconds, on_link), computing.side(backward, shares)))
+    first, forward_each, last, backward_each = hidden
+    first, last = first - forward_each, last - backward_each
     left = parameters.plus(ParameterSeconds(first, last, forward_each, backward_each), -1)
     return ParameterSeconds(*[max(0.0, seconds) for seconds in left])  # rounding: all of it may be hidden
 

@@ -34,7 +34,7 @@ from autopar.words.placements import Step
 from autopar.words.shards import local_shape
 from autopar.words.trees import PyTree
 from cost_models.costs import Costs, OpSeconds, OpWork
-from cost_models.host_link import HostCopies, Moved, copy_waits
+from cost_models.host_link import UNUSED, HostCopies, HostLinkUse, Moved, link_use
 from cost_models.operator_cost import ALIGNMENT_BYTES
 from hardware_profiles import Device
 from hardware_profiles.measurements import op_key, tensor_text
@@ -125,9 +125,11 @@ class CountedCopies:
         asked = max(self.place[op] for op in asking)
         self.moved.append(Moved(*record.copies(self.host, n_bytes), len(self.forward) - 1, asked))
 
-    def waited(self) -> float:
-        """Return the seconds that a microbatch waits for its copies."""
-        return sum(copy_waits(self.moved, self.forward, self.backward, self.ahead))
+    def use(self) -> HostLinkUse:
+        """Return what the copies of a microbatch do on the link, and how long it waits for them."""
+        if self.host is None or not self.moved:
+            return UNUSED
+        return link_use(self.host, self.moved, self.forward, self.backward, self.ahead)
 
 
 class PricedRun(Watched):

@@ -41,15 +41,17 @@ from autopar.words.shards import elements_moved, local_shape
 from cost_models import optimizer_state_bytes
 from cost_models.chunked_exchange import ChunkedExchange
 from cost_models.costs import Axis, Costs, OpSeconds, StageWork, costs_of
-from cost_models.host_link import HostCopies, copies_of, devices_of_a_host, host_copies
+from cost_models.host_link import HostCopies, HostLinkUse, copies_of, devices_of_a_host, host_copies
 from cost_models.host_step import host_step_seconds
 from cost_models.joined_axes import JOINED, JoinableAxes
 from cost_models.matrix_steps import WholeMatrix, iteration_seconds, loads
 from cost_models.optimizer_bytes import MUON
 from cost_models.parameter_overlap import (
     HIDES_ALL,
+    NO_COPIES,
     TENSOR,
     Computing,
+    HostSeconds,
     ParameterSeconds,
     Shares,
     exposed,
@@ -110,20 +112,20 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
             typecheck(program)
         with as_on_gpu() if kernels.gpu else nullcontext():
             host = copies_of(cluster, device)
-            computing = _recount(
+            computing, link = _recount(
                 program, plan, graph, device, costs, axes, names, report, tensor_exposed(cluster), host
             )  # fmt: skip
     parameter_bytes, gradient_bytes, optimizer_bytes = _stored(plan, graph)
     buffer_bytes = _buffers(plan, graph) if graph.forward_only else 0
     collectives = _parameters(plan, graph, axes, costs.bucket_bytes, frozenset(), report, HIDES_ALL)
-    collectives = collectives.plus(_host_copies(plan, graph, cluster, device, frozenset()))
+    collectives = collectives.plus(_host_copies(plan, graph, cluster, device, frozenset()).both)
     first = _first_parameters(graph, costs.bucket_bytes)
     shares = shares_of(cluster)
     may_hide = _parameters(plan, graph, axes, costs.bucket_bytes, first, None, shares)
-    if shares.gathers > 0:
-        may_hide = may_hide.plus(_host_copies(plan, graph, cluster, device, first))
+    copies = _host_copies(plan, graph, cluster, device, first) if shares.gathers > 0 else NO_COPIES
+    may_hide = may_hide.plus(copies.both)
     seconds = collectives.of_step(plan.microbatches)
-    waits = exposed(collectives, may_hide, computing, shares).of_step(plan.microbatches)
+    waits = exposed(collectives, may_hide, computing, shares, copies, link).of_step(plan.microbatches)
     overhead, once = _beside_operators(plan, graph, costs, device)
     of_host = _of_host(plan, graph)
     if of_host:
@@ -150,8 +152,10 @@ def _recount(
     report: Report,
     tensor: float,
     host: HostCopies | None,
-) -> Computing:
+) -> tuple[Computing, HostLinkUse]:
     """Count a microbatch into ``report``, and return the computation of operators that depend on parameters.
+
+    And with it what activations do on the link to the host.
 
     ``tensor`` is the exposed share of collectives of tensor parallelism, ``host`` the device's copies to its host.
     """
@@ -179,7 +183,8 @@ def _recount(
             wanting = [value for value in ends if isinstance(value, torch.Tensor) and value.requires_grad]
             if wanting:
                 torch.autograd.backward(wanting, [torch.ones_like(value) for value in wanting])
-    moved = sum(pricer.copy_seconds) + pricer.copies.waited()
+    link = pricer.copies.use()
+    moved = sum(pricer.copy_seconds) + sum(link.waits)
     for group, kind, n_bytes in counter.seen:
         axis = names[group]
         report.collectives[axis, kind] += 1
@@ -193,7 +198,7 @@ def _recount(
         plan.microbatches * sum(pricer.seconds), plan.microbatches * moved,
         activation_bytes=plan.in_flight * report.kept_bytes + pricer.again_bytes, again_bytes=pricer.again_bytes,
     )  # fmt: skip
-    return Computing(sum(op.forward for op in pricer.hot), sum(op.total - op.forward for op in pricer.hot))
+    return Computing(sum(op.forward for op in pricer.hot), sum(op.total - op.forward for op in pricer.hot)), link
 
 
 def _message_seconds(
@@ -415,9 +420,9 @@ def _parameters(
 
 def _host_copies(
     plan: StagePlan, graph: Graph, cluster: Cluster, device: Device, without: frozenset[str]
-) -> ParameterSeconds:
+) -> HostSeconds:
     """Return the seconds of copies between host and device, of all parameters stored there but those ``without``."""
-    seconds = ParameterSeconds()
+    seconds = NO_COPIES
     for _, node in graph.of_kind("param"):
         choice = plan.params[node.target]
         if not choice.on_host or node.target in without:
@@ -426,9 +431,11 @@ def _host_copies(
         n_bytes = prod(local_shape(node.out.shape, choice.stored, plan.mesh)) * graph.stored(node).item_bytes
         there, back = host.to_device(n_bytes), host.to_host(n_bytes) if node.needs_grad else 0.0
         if choice.lifetime == "step":
-            seconds = seconds.plus(ParameterSeconds(there, back))
+            copied = HostSeconds(ParameterSeconds(there), ParameterSeconds(0.0, back))
         else:
-            seconds = seconds.plus(ParameterSeconds(0.0, 0.0, there, there + back if node.needs_grad else 0.0))
+            again = there if node.needs_grad else 0.0
+            copied = HostSeconds(ParameterSeconds(0.0, 0.0, there, again), ParameterSeconds(0.0, 0.0, 0.0, back))
+        seconds = seconds.plus(copied)
     return seconds
 
 

@@ -99,6 +99,7 @@ def _explain_op(
     from autopar.planner.inter_op.stage_pins import check
     from autopar.planner.intra_op.building.price import pricer
     from autopar.planner.intra_op.mesh_plan import Options
+    from autopar.report import on_host
     from autopar.words.labels import op_labels
 
     graph, plan = replanner.graph, replanner.plan
@@ -113,16 +114,21 @@ def _explain_op(
     for number in in_stage if wanted is not None else ():
         check(graph, Options(constraints={op: wanted or {}}), plan.stages[number].mesh)
     facts: list[Facts] = []
+    kept_there = {}
     for number, numbers in in_stage.items():
         part, stage = replanner.graphs[number].graph, plan.stages[number]
-        results = priced_ops(part, stage, pricer(replanner.cluster, stage.mesh, stage.devices), numbers)
+        priced = pricer(replanner.cluster, stage.mesh, stage.devices)
+        kept_there[number] = on_host.on_host(part, stage, priced)
+        results = priced_ops(part, stage, priced, numbers)
         if as_json:
             facts += [{"stage": number, **as_facts(part, result, labels)} for result in results]
         else:
             print_ops(part, stage, results, labels, top, f", stage {number}" if len(plan.stages) > 1 else "")
     best = None if wanted is None else _instead(replanner, in_stage, wanted, limit)
+    for text in on_host.lines(kept_there, len(plan.stages)) if not as_json else ():
+        out().print(text, markup=False)
     if as_json:
-        print_json({"ops": facts, "instead": best}, "explain")
+        print_json({"ops": facts, "instead": best, **on_host.facts(kept_there)}, "explain")
         return
     if best is not None:
         _print_instead(best)

@@ -52,8 +52,8 @@ def memory(
 ) -> None:  # fmt: skip
     """Show what fills the memory of a plan's devices at the peak of a step.
 
-    The moment of the peak; a table by category with a column for each group of devices; the largest tensors; and the
-    source of the limit. The bytes are those of the plan, and add up to its memory.
+    The moment of the peak; a table by category with a column for each group of devices; the largest tensors; what is on
+    the host; and the source of the limit. The bytes are those of the plan, and add up to its memory.
 
     --snapshot writes a file that https://pytorch.org/memory_viz opens: every block of a step from its allocation to its
     end, with the operator that it belongs to.
@@ -61,6 +61,7 @@ def memory(
     Examples: autopar memory plan.json --trust; autopar memory plan.json --trust --snapshot step.pickle
     """
     from autopar.report.memory_contents import limit_words, memory_of_devices, sentence
+    from autopar.report.on_host import facts, lines, on_hosts
 
     file = OutputFile(snapshot, SNAPSHOT, "--snapshot", force) if snapshot is not None else None
     if file is not None:
@@ -70,6 +71,7 @@ def memory(
     with progress("reading the plan"):
         plan, cluster = bound(document, captured)
         devices = memory_of_devices(captured.graph, plan, cluster)
+        kept_there = on_hosts(captured.graph, plan, cluster)
     if group is not None and group >= len(devices):
         raise UsageError(f"--group is {group}; the plan has {len(devices)} groups of devices, which count from 0")
     full = max(range(len(devices)), key=lambda g: devices[g].n_bytes / devices[g].limit_bytes)
@@ -78,7 +80,7 @@ def memory(
     if as_json:
         print_json({
             "plan": str(path), "moment": sentence(devices), "groups": [device.row() for device in devices],
-            "group": shown.group, "tensors": shown.tensors(top), "snapshot": summary,
+            "group": shown.group, "tensors": shown.tensors(top), "snapshot": summary, **facts(kept_there),
         }, "memory")  # fmt: skip
         return
     console = out()
@@ -86,6 +88,8 @@ def memory(
     _print_categories(devices)
     if top:
         _print_tensors(shown, top)
+    for text in lines(kept_there, len(plan.stages)):
+        console.print(text, markup=False, soft_wrap=True)
     console.print(limit_words(shown, plan.pins.memory_limit_bytes), markup=False, soft_wrap=True)
     if summary is not None:
         console.print(summary, markup=False, soft_wrap=True)

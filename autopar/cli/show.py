@@ -124,6 +124,7 @@ def _show_stage(
     from autopar.report import recomputed, rows, tables
     from autopar.report.block_names import block_title, lists_of
     from autopar.report.coverage import coverage, line
+    from autopar.report.on_host import facts, lines, on_host
 
     stage = plan.stages[number]
     with progress("pricing"):
@@ -133,6 +134,7 @@ def _show_stage(
         counts = rows.collective_counts(stage, graph, priced)
         again_seconds = rows.recomputed_seconds(graph, stage, priced)
         waited = rows.waited_seconds(graph, stage, priced)
+        kept_there = {number: on_host(graph, stage, priced)}
         profiled = coverage([graph], [stage], cluster)
     if as_json:
         print_json(
@@ -143,6 +145,7 @@ def _show_stage(
                 "recompute": {"segments": stage.recompute, "seconds": again_seconds},
                 **({"waiting": {name: {"tensors": stage.memory[name], "seconds": s} for name, s in waited.items()}}
                    if waited else {}),
+                **facts(kept_there),
                 **({"profile": profiled} if profiled else {}),
             },
             "show",
@@ -162,6 +165,8 @@ def _show_stage(
     for name, what in recomputed.waits(graph, stage).items():
         extra = f"{DECISIONS[name].said}; {show_seconds(waited[name])} a step, not in the rows below"
         console.print(f"{name} ({extra}): {'; '.join(what)}", markup=False)
+    for text in lines(kept_there, 1):
+        console.print(text, markup=False)
     lists = lists_of(graph)
     for block in blocks:
         console.print(tables.block_table(block, stage.mesh, show_bytes, show_seconds, every, block_title(lists, block)))

@@ -35,7 +35,7 @@ class Copier(Protocol):
         ...
 
 
-class _Done:
+class CopyDone:
     """A copy that is done."""
 
     def wait(self) -> None:
@@ -48,11 +48,11 @@ class AtOnce:
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
         """Copy now."""
         target.copy_(source)
-        return _Done()
+        return CopyDone()
 
 
-class _OnStream:
-    """A copy on a stream of its own."""
+class CopyOnStream:
+    """A copy on a stream of its own, at whose end an event was recorded."""
 
     def __init__(self, device: torch.device, event: Any) -> None:
         self.device, self.event = device, event
@@ -79,7 +79,7 @@ class OnStream:
         for x in (target, source):
             if x.device.type == self.device.type:
                 x.record_stream(self.stream)  # it may be freed before it was waited for, where a graph is dropped
-        return _OnStream(self.device, event)
+        return CopyOnStream(self.device, event)
 
 
 _MADE: dict[tuple[torch.device, bool], Copier] = {}

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from math import prod
 
 from autopar.errors import InfeasibleError
+from autopar.plans.memory_decisions import OFFLOAD
 from autopar.plans.plan import StagePlan
+from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph
 from autopar.words.shards import local_shape
 from autopar.words.texts import show_bytes
@@ -16,10 +19,27 @@ from hardware_profiles import Cluster
 
 
 def host_bytes(graph: Graph, stage: StagePlan) -> int:
-    """Return the bytes of the host that one device of a stage takes: values, gradients and state stored there.
+    """Return the bytes of the host that one device of a stage takes: what is stored there, and what is moved there.
 
-    ``graph``: the whole model's, or the stage's.
+    ``graph``: the whole model's, or the stage's, of one microbatch.
     """
+    return stored_bytes(graph, stage) + moved_bytes(graph, stage)
+
+
+def moved_bytes(graph: Graph, stage: StagePlan) -> int:
+    """Return the bytes of activations that wait on the host for one device, of all microbatches in flight."""
+    n_bytes = 0
+    for key in stage.memory.get(OFFLOAD, ()):
+        i = graph.index[key.partition("#")[0]]
+        node, rule = graph.nodes[i], rules_of(graph)[i]
+        assert rule is not None
+        made = strategy_named(graph, node, rule, stage.ops[node.name]).outs[0]
+        n_bytes += prod(local_shape(node.out.shape, made, stage.mesh)) * node.out.item_bytes
+    return stage.in_flight * n_bytes
+
+
+def stored_bytes(graph: Graph, stage: StagePlan) -> int:
+    """Return the bytes of parameters on the host of one device: their values, gradients and optimizer state."""
     total = 0
     nodes = {node.target: node for _, node in graph.of_kind("param")}
     for name, choice in stage.params.items():
@@ -34,7 +54,7 @@ def host_bytes(graph: Graph, stage: StagePlan) -> int:
 
 
 def notes_on_host(graph: Graph, stages: Sequence[StagePlan], cluster: Cluster) -> tuple[str, ...]:
-    """Return a note on the memory of the host that a plan takes; none where nothing is stored there.
+    """Return a note on the memory of the host that a plan takes; none where nothing is kept there.
 
     Raises:
         InfeasibleError: a host has less.

@@ -381,7 +381,7 @@ def in_stages(
     )  # fmt: skip
     planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
     small = note_on_small(graph, pins.params, planned.plan.stages)
-    on_host = notes_on_host(graph, planned.plan.stages, cluster)
+    on_host = notes_on_host(graphs.get(planned.plan.microbatches, graph), planned.plan.stages, cluster)
     notes = (*planned.plan.notes, *notes_on(graph), *small, *on_host, *next_best(planned))
     return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
 

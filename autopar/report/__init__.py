@@ -3,7 +3,8 @@
 =================== ===================================================================================================
 :mod:`.rows`        operators, collectives, parameters and memory of one mesh; :mod:`.stages`: stages, and where a
                     step's seconds go
-:mod:`.recomputed`  what runs again in the backward, or waits elsewhere until then, in words
+:mod:`.recomputed`  what runs again in the backward, or waits elsewhere until then, in words; :mod:`.on_host`: what is
+                    in the memory of the host, and what copies cost
 :mod:`.layouts`     layouts side by side; :mod:`.axes_in_words`: what each axis of a mesh cuts;
                     :mod:`.alternatives`: why a layout is not the plan
 :mod:`.differences` in what two plans differ; :mod:`.profile_differences`: two profiles

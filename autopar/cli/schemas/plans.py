@@ -48,6 +48,18 @@ class BlockEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnHostEntry:
+    """What a device of a stage keeps in the memory of its host."""
+
+    stage: Annotated[int, "number of the stage"]
+    what: Annotated[str, "activations, or parameters: with their gradients and the state of the optimizer"]
+    bytes: Annotated[int, "for one device"]
+    copy_seconds: Annotated[float, "of a step's copies out and in, each alone on the link"]
+    waited_seconds: Annotated[float, "the part of a step that waits for them"]
+    step_seconds: Annotated[float, "of the optimizer's step on the host"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParameterEntry:
     """Parameters with one decision; bytes and seconds are of all of them on one rank."""
 
@@ -111,6 +123,7 @@ class ShowAnswer:
     notes: Annotated[list[str], "notes of the plan"]
     recompute: Annotated[Recomputation, "what runs again in the backward"]
     waiting: Annotated[dict[str, WaitingTensors], "by memory decision"] = field(default_factory=dict)
+    on_host: Annotated[list[OnHostEntry], "what is in the memory of the host"] = field(default_factory=list)
     profile: Annotated[ProfiledShare | None, "only for clusters that are profiles"] = None
 
 
@@ -214,6 +227,7 @@ class ExplainAnswer:
 
     ops: Annotated[list[ExplainedOp], "the operators that the pattern names; equal ones once"]
     instead: Annotated[InsteadEntry | None, "null without --instead"]
+    on_host: Annotated[list[OnHostEntry], "what is in the memory of the host"] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +304,7 @@ class MemoryAnswer:
     group: Annotated[int, "the group of tensors"]
     tensors: Annotated[list[TensorEntry], "the largest, largest first"]
     snapshot: Annotated[str | None, "what --snapshot wrote"]
+    on_host: Annotated[list[OnHostEntry], "what is in the memory of the host"] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

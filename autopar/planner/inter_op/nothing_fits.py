@@ -8,6 +8,7 @@ from math import ceil
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.per_microbatch_count import OneNumber
+from autopar.planner.intra_op.memory.memory_errors import host_hint
 from autopar.words.texts import show_bytes
 
 
@@ -19,6 +20,8 @@ def nothing_fits(
     groups = f"{request.groups} group{'s' * (request.groups > 1)}" if request.groups else "any number of groups"
     devices = f"{n_devices} device{'s' * (n_devices > 1)}"
     tried = f"{groups} of {devices}, {counts} microbatches, schedules {', '.join(request.schedules)}"
+    cluster, options = searches[-1].cluster, request.options
+    hint = host_hint(options, cluster.slowest(range(n_devices)), searches[-1].graph.forward_only)
     leanest = min((s.leanest for s in searches if s.leanest is not None), default=None, key=lambda need: need.n_bytes)
     if leanest is not None and len(searches) > 1:
         again = ", operators that run again where that helps" if request.may_recompute else ""
@@ -33,7 +36,7 @@ def nothing_fits(
             f"no plan fits {show_bytes(leanest.limit_bytes)} per device; tried: {tried}{again}\n"
             f"  the leanest, {leanest.groups} group(s) of {leanest.mesh.shown()} with {leanest.microbatches} "
             f"microbatches, needs about {show_bytes(leanest.n_bytes)} with one of them in flight; the least that would "
-            f"do: {least}"
+            f"do: {least}{hint}"
         )
     return next((s.infeasible for s in reversed(searches) if s.infeasible), None) or PlanError(
         f"no schedule of {', '.join(request.schedules)} allows {' or '.join(counts.split(', '))} microbatches on "

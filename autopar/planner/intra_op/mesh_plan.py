@@ -12,14 +12,14 @@ from autopar.garbage_collection import uncollected
 from autopar.planner.effort import EFFORT
 from autopar.planner.intra_op.building.decoder import Decoder
 from autopar.planner.intra_op.building.integer_program import Beaten, Choice, MomentBytes
-from autopar.planner.intra_op.memory.memory_errors import AllTooLarge, OutOfReach, too_big
+from autopar.planner.intra_op.memory.memory_errors import AllTooLarge, OutOfReach, host_hint, too_big
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.offload_choice import brought_back, check_host_memory, decided_of
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.intra_op.solving import highs
 from autopar.planner.intra_op.within_memory import UNLIMITED, WithinMemory, against
 from autopar.plans.memory_decisions import REGATHER
-from autopar.plans.offload_options import EVERY, Offload
+from autopar.plans.offload_options import EVERY
 from autopar.plans.plan import StagePlan
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
@@ -97,7 +97,8 @@ def _within(
         best = _or_keeping_all(keeping(), best, bound, too_large)
     if best is None:
         smallest = min(too_large, key=lambda p: p.price.memory_bytes)
-        raise InfeasibleError(too_big(setting.graph, free, smallest, limit))
+        hint = host_hint(options, setting.priced.device, setting.graph.forward_only)
+        raise InfeasibleError(too_big(setting.graph, free, smallest, limit, hint))
     return best
 
 
@@ -113,9 +114,10 @@ def _with_offload(setting: MeshProblem, limit: float, free: StagePlan) -> StageP
     plans: list[StagePlan] = []
     failure: InfeasibleError | Beaten | None = None
     options = setting.options
+    without, of_all = (replace(options.offload, activations=moved) for moved in (None, (EVERY,)))
     for variant in (
-        setting, setting.like(offload=Offload()), setting.like(may_recompute=False),
-        setting.like(offload=Offload((EVERY,)), may_recompute=False),
+        setting, setting.like(offload=without), setting.like(may_recompute=False),
+        setting.like(offload=of_all, may_recompute=False),
     ):  # fmt: skip
         if plans:
             worth = min(plan.price.seconds for plan in plans)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.planner.host_bytes import host_bytes
+from autopar.planner.host_bytes import moved_bytes, stored_bytes
 from autopar.planner.intra_op.building.decoder import Decided
 from autopar.planner.intra_op.building.space import fitting_strategy
 from autopar.planner.intra_op.mesh_problem import MeshProblem
@@ -18,7 +18,7 @@ from autopar.planner.intra_op.within_memory import against
 from autopar.plans.memory_decisions import OFFLOAD
 from autopar.plans.offload_options import EVERY, Offload
 from autopar.plans.plan import ParamChoice, StagePlan
-from autopar.rules.strategy import Strategy, strategy_named
+from autopar.rules.strategy import Strategy
 from autopar.words.texts import show_bytes
 
 
@@ -67,27 +67,21 @@ def brought_back(setting: MeshProblem, plan: StagePlan, limit: float) -> StagePl
 
 
 def check_host_memory(setting: MeshProblem, plan: StagePlan) -> StagePlan:
-    """Return a plan whose moved results fit a device's share of its host's memory, with all microbatches in flight.
+    """Return a plan whose moved results fit its device's share of the host's memory, beside parameters stored there.
 
-    What is stored there of parameters stands beside them.
+    All microbatches in flight count.
 
     Raises:
         InfeasibleError: they do not.
     """
-    graph, n_bytes = setting.graph, 0
-    for key in plan.memory.get(OFFLOAD, ()):
-        i = graph.index[key.partition("#")[0]]
-        rule = setting.rules[i]
-        assert rule is not None
-        strategy = strategy_named(graph, graph.nodes[i], rule, plan.ops[graph.nodes[i].name])
-        n_bytes += plan.in_flight * setting.priced.local_bytes(graph.nodes[i].out, strategy.outs[0])
-    host, stored = setting.priced.host, host_bytes(graph, plan) if n_bytes else 0
-    if host is None or n_bytes + stored <= host.memory_bytes:
+    host, moved = setting.priced.host, moved_bytes(setting.graph, plan)
+    stored = stored_bytes(setting.graph, plan)
+    if host is None or not moved or moved + stored <= host.memory_bytes:
         return plan
     beside = f" beside {show_bytes(stored)} of parameters, gradients and state" if stored else ""
     raise InfeasibleError(
-        f"offload: the plan moves {show_bytes(n_bytes)} of a device to the memory of its host{beside}, in which a "
-        f"device of this cluster has {show_bytes(int(host.memory_bytes))}; move the results of fewer modules "
+        f"offload: the plan moves {show_bytes(moved)} of a device to the memory of its host{beside}, in which a device "
+        f"of this cluster has {show_bytes(int(host.memory_bytes))}; move the results of fewer modules "
         "(offload={'activations': ['layers.0', ...]}), let some be recomputed, or use more hosts"
     )
 

@@ -11,7 +11,7 @@ from autopar.planner.intra_op.building.hidden_seconds import hidden
 from autopar.planner.intra_op.building.parameter_load import beside_ops, parameter_load
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
-from autopar.planner.intra_op.memory.ledger import Ledger, recompute_seconds
+from autopar.planner.intra_op.memory.ledger import Ledger, recompute_seconds, use_of_link
 from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
 from autopar.planner.intra_op.reshard import Edge, reshard_path
@@ -268,7 +268,8 @@ def _price(  # noqa: PLR0913  (the terms of a price)
             memo[key] = pricer.op(graph, node, rule, strategy)
         compute += memo[key][0]
         inside += memo[key][1]
-    load = parameter_load(graph, rules, pricer, chosen, owned, microbatches, optimizer, versions)
+    link = use_of_link(graph, rules, pricer, chosen, holds)
+    load = parameter_load(graph, rules, pricer, chosen, owned, microbatches, optimizer, link, versions)
     extra = pricer.costs.stage(lambda: beside_ops(graph, pricer, owned, made_as, microbatches, optimizer))
     totals = [0] * 4
     peak = 0

@@ -16,10 +16,11 @@ from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.hidden_seconds import Hidden, hidden
 from autopar.planner.intra_op.building.parameter_load import parameter_load
 from autopar.planner.intra_op.building.price import Pricer, pricer
-from autopar.planner.intra_op.memory.ledger import waiting_seconds
+from autopar.planner.intra_op.memory.ledger import Ledger, use_of_link, waiting_seconds
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.plans.plan import Plan, StagePlan, reshard_key, segment_numbers
 from autopar.plans.stage_graphs import StageGraph
+from autopar.report.on_host import parameter_copies
 from autopar.rules.local_calls import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
@@ -27,10 +28,12 @@ from autopar.rules.strategy import Strategy, grads_of, strategy_named
 from autopar.words.graph import Graph, Node, Ref, Spec
 from autopar.words.placements import State, Step
 from autopar.words.shards import elements_moved
+from cost_models.host_link import UNUSED, HostLinkUse
 from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
 FORWARD, BACKWARD, AGAIN, SLICES = "forward compute", "backward compute", "recomputed forwards", "slices and copies"
+HOST_COPIES = "copies between device and host, of parameters"
 BESIDE, IDLE, LATER = (
     "executor, and moves within a group",
     "idle: bubbles and transfers",
@@ -91,16 +94,21 @@ def stage_tally(graph: Graph, stage: StagePlan, priced: Pricer) -> StageTally:
     segment_of = segment_numbers(graph, stage.recompute)
     for i, less in hidden(graph, rules, priced, chosen, stage.reshard_paths, segment_of).items():
         _beside_others(tally, graph, stage, priced, i, chosen[i], less)
+    link = UNUSED
     if stage.memory:
-        _again(tally, graph, stage, priced, chosen)
-    _parameters(tally, graph, stage, priced, chosen)
+        holds = ledger(graph, rules, stage.mesh, chosen, stage.reshard_paths, stage.memory, kernels=priced.kernels)
+        link = use_of_link(graph, rules, priced, chosen, holds)
+        _again(tally, graph, stage, priced, chosen, holds)
+    _parameters(tally, graph, stage, priced, chosen, link)
     return tally
 
 
-def _parameters(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy]) -> None:
-    """Count the exposed collectives of parameters and the optimizer's step."""
+def _parameters(
+    tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy], link: HostLinkUse
+) -> None:
+    """Count the exposed collectives of parameters, their copies between device and host, and the optimizer's step."""
     owned = {i: stage.params[node.target] for i, node in graph.of_kind("param")}
-    load = parameter_load(graph, rules_of(graph), priced, chosen, owned, stage.microbatches, stage.optimizer)
+    load = parameter_load(graph, rules_of(graph), priced, chosen, owned, stage.microbatches, stage.optimizer, link)
     shown = [waits / alone if alone else 0.0 for waits, alone in zip(load.exposed(), load.collectives, strict=True)]
     for i, choice in owned.items():
         node = graph.nodes[i]
@@ -120,6 +128,12 @@ def _parameters(tally: StageTally, graph: Graph, stage: StagePlan, priced: Price
                     tally.forward_moves += seconds * shown[place]
                 else:
                     tally.backward_moves += seconds * shown[place]
+        if choice.on_host:
+            copies = parameter_copies(graph, node, choice, priced)
+            tally.once[HOST_COPIES] += copies.gathers * shown[0] + copies.reductions * shown[1]
+            forward, backward = copies.forward_each * shown[2], copies.backward_each * shown[3]
+            tally.seconds[HOST_COPIES] += forward + backward
+            tally.forward_moves, tally.backward_moves = tally.forward_moves + forward, tally.backward_moves + backward
     if stage.price.optimizer_seconds:
         tally.once[OPTIMIZER] += stage.price.optimizer_seconds
 
@@ -182,10 +196,11 @@ def _reshard(
             tally.collective(kind, axis, seconds, n_bytes, bool(backward), stage.microbatches)
 
 
-def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy]) -> None:
+def _again(
+    tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy], holds: Ledger
+) -> None:
     """Count recomputation in the backward."""
     rules = rules_of(graph)
-    holds = ledger(graph, rules, stage.mesh, chosen, stage.reshard_paths, stage.memory, kernels=priced.kernels)
     steps = list(holds.steps_again)
     tally.seconds[SLICES] += sum(waiting_seconds(graph, rules, priced, chosen, holds).values())
     segment_of = segment_numbers(graph, stage.recompute)

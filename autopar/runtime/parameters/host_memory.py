@@ -3,10 +3,11 @@
 What is stored is in (pinned) memory of the host, and with it what optimizers make like it: their state. So the user's
 own optimizer steps there. The device has a copy of the values, for a step or for one use.
 
-Copies run on a stream for each direction, beside compute. Streams wait for each other; the host waits for gradients
-once, when the step's are handed to the parameters. What goes out is kept until it has arrived, at most
-:data:`IN_FLIGHT_BYTES` at a time: then compute waits for the oldest copy. On a processor, whose memory is the host's,
-copies are made at once.
+Copies run on a stream for each direction, beside compute. They are not the streams of activations
+(:mod:`autopar.lower.host_copies`): what comes in is gathered and cast on the same stream, and those would wait for
+that. Streams wait for each other; the host waits for gradients once, when the step's are handed to the parameters. What
+goes out is kept until it has arrived, at most :data:`IN_FLIGHT_BYTES` at a time: then compute waits for the oldest
+copy. On a processor, whose memory is the host's, copies are made at once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.allocations import elsewhere
 from autopar.errors import RunError
+from autopar.lower.host_copies import Copy, CopyDone, CopyOnStream
 
 BATCH_BYTES = 8 << 20
 """Gradients that go out together have at least so many bytes."""
@@ -124,19 +126,6 @@ class GradientToHost(NamedTuple):
         return self.values
 
 
-class _CopyIn:
-    """A copy to the device that is under way, or that was made (``arrived`` is None)."""
-
-    def __init__(self, arrived: Any, device: torch.device) -> None:
-        self.arrived, self.device = arrived, device
-
-    def wait(self) -> None:
-        """Make the current stream wait for the copy."""
-        if self.arrived is None:
-            return
-        torch.get_device_module(self.device).current_stream(self.device).wait_event(self.arrived)
-
-
 class HostCarrier:
     """The copies between one device and its host.
 
@@ -171,10 +160,9 @@ class HostCarrier:
         with module.stream(stream):
             yield
 
-    def begun(self) -> Any:
+    def begun(self) -> Copy:
         """Return what waits for the copies that were begun last in :meth:`coming_in`."""
-        arrived = None if self.device.type == "cpu" else self._stream("in").record_event()
-        return _CopyIn(arrived, self.device)
+        return CopyDone() if self.device.type == "cpu" else CopyOnStream(self.device, self._stream("in").record_event())
 
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device of values on the host, on the current stream."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autopar.planner.intra_op.building.hidden_seconds import Hidden, hidden
 from autopar.planner.intra_op.building.parameter_load import NOTHING, ParameterLoad, beside_ops, parameter_load
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.memory.ledger import recompute_seconds, waits_for_copies
+from autopar.planner.intra_op.memory.ledger import recompute_seconds, use_of_link
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.planner.intra_op.plan_completion import needs
 from autopar.plans.plan import StagePlan, reshard_key, segment_numbers
@@ -22,6 +22,7 @@ from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_named
 from autopar.words.graph import Graph, Ref
 from cost_models.costs import OpSeconds, StageSeconds, StageWork
+from cost_models.host_link import UNUSED
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,17 @@ def phases(
         segment_of = segment_numbers(graph, plan.recompute)
         beside = sum(hidden(graph, rules, pricer, chosen, plan.reshard_paths, segment_of).values(), Hidden())
     forward, total = forward - beside.forward, total - beside.total
-    again = 0.0
+    again, link = 0.0, UNUSED
     if second:
         holds = ledger(graph, rules, plan.mesh, chosen, plan.reshard_paths, plan.memory, kernels=pricer.kernels)
         again = sum(recompute_seconds(graph, rules, pricer, chosen, plan.reshard_paths, holds))
-        forward += waits_for_copies(graph, rules, pricer, chosen, holds)[0]  # the rest of `again` is the backward's
+        link = use_of_link(graph, rules, pricer, chosen, holds)
+        forward += link.waits[0]  # the rest of `again` is the backward's
     total += again
     inputs = max(0.0, total - forward - weights)  # rounding: all of it may be the weights'
     later = beside.backward - beside.split  # gradients of weights that a split backward computes beside nothing
     owned = {i: plan.params[node.target] for i, node in graph.of_kind("param")}
-    load = parameter_load(graph, rules, pricer, chosen, owned, plan.microbatches, plan.optimizer)
+    load = parameter_load(graph, rules, pricer, chosen, owned, plan.microbatches, plan.optimizer, link)
     waits = load.exposed()
     ops = Phases(
         forward + waits.forward_each, inputs + later + waits.backward_each, weights, waits.gathers, waits.reductions,

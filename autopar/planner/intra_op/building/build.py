@@ -22,7 +22,7 @@ from autopar.planner.intra_op.building.decoder import Decoder
 from autopar.planner.intra_op.building.flows import ReadAlike, flow, pieces_for_copies, read_alike
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import Item, OnlyWith, Problem, Tensor
-from autopar.planner.intra_op.building.overlap_terms import copy_overlaps, overlaps, parameter_overlaps
+from autopar.planner.intra_op.building.overlap_terms import MayHide, overlaps, pass_overlaps
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import in_all_ways, strategies
 from autopar.planner.intra_op.kept_state import storage_options
@@ -40,7 +40,7 @@ from autopar.words.exchanges import is_bounded
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.placements import State, replicated_placement, shard, whole_state
 from autopar.words.shards import fits
-from cost_models.parameter_overlap import ParameterSeconds, hidden_seconds
+from cost_models.parameter_overlap import hidden_seconds
 
 FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
 Allowed = Callable[[Node, Strategy], bool]
@@ -155,11 +155,8 @@ class Builder:
             tuple(items), tuple(tensors), kept.shared() if kept is not None else (),
             overlaps=(
                 *overlaps(graph, self.rules, self.fold, self.pricer, self.microbatches, item_of, row_of),
-                *parameter_overlaps(
-                    graph, self.rules, self.fold, self.pricer, self.microbatches, may_hide, item_of, row_of
-                ),
-                *copy_overlaps(
-                    graph, self.rules, self.fold, self.pricer, self.microbatches,
+                *pass_overlaps(
+                    graph, self.rules, self.fold, self.pricer, self.microbatches, may_hide,
                     {item: chain.copied for item, chain in enumerate(chains) if chain.copied}, item_of, row_of,
                     recomputed_of,
                 ),
@@ -190,7 +187,7 @@ class Builder:
         self, items: list[Item], item_of: dict[int, int], groups: Mapping[int, list[ReadAlike]],
         wanted: Callable[[int, int], list[State]],
     ) -> tuple[
-        dict[int, tuple[int, list[ParamChoice]]], list[tuple[int, list[ParameterSeconds]]], dict[int, list[State]]
+        dict[int, tuple[int, list[ParamChoice]]], list[tuple[int, list[MayHide]]], dict[int, list[State]]
     ]:  # fmt: skip
         """Add an item for each class of parameters.
 
@@ -199,7 +196,7 @@ class Builder:
         """
         graph, rep = self.graph, self.fold.representative
         parameters: dict[int, tuple[int, list[ParamChoice]]] = {}
-        may_hide: list[tuple[int, list[ParameterSeconds]]] = []
+        may_hide: list[tuple[int, list[MayHide]]] = []
         made_as: dict[int, list[State]] = {}
         waits_first = Counter(rep[i] for i in P.first_read(graph, self.pricer.costs.bucket_bytes))
         for i, node in enumerate(graph.nodes):
@@ -219,7 +216,7 @@ class Builder:
             items.append(Item(node.name, seconds, tuple(n * c.n_bytes for c in costs), peaks))
             hides = n - waits_first[i]
             if hides and any(any(c.may_hide) for c in costs):
-                may_hide.append((item_of[i], [ParameterSeconds().plus(c.may_hide, hides) for c in costs]))
+                may_hide.append((item_of[i], MayHide.of_class(costs, hides)))
         return parameters, may_hide, made_as
 
     # -- outputs
@@ -355,10 +352,17 @@ class Builder:
             options.extend(of_use[k] for k in P.cheapest(accounts, self.keep_memory))
         return options
 
-    def _least_and_most(self, cost: P.ParamCost) -> tuple[float, float]:
-        """Return a parameter's seconds in a step: with nothing hidden behind compute, and with all that can be."""
+    def _least_and_most(self, cost: P.ParamCost) -> tuple[float, ...]:
+        """Return a parameter's seconds in a step: with nothing hidden behind compute, and with all that can be.
+
+        Where activations may need the link to the host, also with all hidden but its copies.
+        """
         seconds, may_hide = cost.seconds + cost.step_seconds, cost.may_hide.of_step(self.microbatches)
-        return seconds, seconds - hidden_seconds(may_hide, may_hide)
+        least = seconds - hidden_seconds(may_hide, may_hide)
+        if not (self.offloads or self.asked):
+            return seconds, least
+        copies = cost.copies.both.of_step(self.microbatches)
+        return seconds, least, least + hidden_seconds(copies, copies)
 
     # -- what is recomputed
 

@@ -6,7 +6,7 @@ For items ``i`` (operators and parameters, one per fold class), strategies ``s``
     such that   sum_s x[i,s] = 1                                            one strategy            (x binary)
                 in(v) - out(v) + made(v) - wanted(v) = 0                    a flow per consumer of t
                 y[t,a] >= flow[t,c,a]                                       a step is paid once     (y >= 0)
-                hidden[o] <= sum_{i in side} sum_s x[i,s] * seconds[o,i,s]      for both sides of every overlap o
+                hidden[o] <= sum_{i in side} sum_s x[i,s] * seconds[o,i,s]      for all sides of every overlap o
                 peak >= sum_s x[i,s] * peak_bytes[i,s]                      for every i that has peak bytes
                 shared[h] >= sum_{s in rows} x[i,s] - sum_{s in again} x[j,s]   for every user (i, rows) of h
                 sum_{s in rows} x[i,s] <= sum_{s in of_rows} x[j,s]             for all that needs what j decides
@@ -92,7 +92,7 @@ class OnlyWith:
 
 @dataclass(frozen=True)
 class HiddenSeconds:
-    """Seconds of two sides that overlap, collectives and computation: the shorter side is hidden.
+    """Seconds of sides that overlap, mostly collectives and computation: the shortest side is hidden.
 
     ``sides`` are ``(item number, seconds per strategy)``, which are parts of the seconds of these items.
     """

@@ -7,7 +7,7 @@ estimate of stages get both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.intra_op.building import matrix_prices
@@ -20,7 +20,17 @@ from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref, Spec
 from autopar.words.placements import State
 from cost_models.costs import StageWork
-from cost_models.parameter_overlap import HIDES_NOTHING, Computing, ParameterSeconds, Shares, exposed
+from cost_models.host_link import UNUSED, HostLinkUse
+from cost_models.parameter_overlap import (
+    HIDES_NOTHING,
+    NO_COPIES,
+    NONE,
+    Computing,
+    HostSeconds,
+    ParameterSeconds,
+    Shares,
+    exposed,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,8 @@ class ParameterLoad:
         may_hide: the part of `collectives` that may overlap with computing, as if no parameter were read first.
         first: the part of `collectives` of parameters that are read first, along with which nothing is computed.
         computing: seconds of a microbatch, of operators that depend on parameters.
+        copies: the part of `may_hide` that is copied between device and host, without what is in `first`.
+        link: what activations do on the link to the host.
     """
 
     costs: Sequence[P.ParamCost]
@@ -41,6 +53,8 @@ class ParameterLoad:
     first: ParameterSeconds
     computing: Computing
     shares: Shares
+    copies: HostSeconds = NO_COPIES
+    link: HostLinkUse = UNUSED
 
     @property
     def host_seconds(self) -> float:
@@ -49,10 +63,10 @@ class ParameterLoad:
 
     def exposed(self) -> ParameterSeconds:
         """Return what of the collectives a step waits for."""
-        return exposed(self.collectives, self.may_hide.plus(self.first, -1), self.computing, self.shares)
+        may_hide = self.may_hide.plus(self.first, -1)
+        return exposed(self.collectives, may_hide, self.computing, self.shares, self.copies, self.link)
 
 
-NONE = ParameterSeconds()
 NOTHING = ParameterLoad((), NONE, NONE, NONE, Computing(0.0, 0.0), HIDES_NOTHING)
 """The load of a stage without parameters."""
 
@@ -61,28 +75,49 @@ def together(loads: Sequence[tuple[int, ParameterLoad]]) -> ParameterLoad:
     """Return the load of a stage of ``n`` blocks each: all hide together; of one block parameters are read first."""
     collectives = may_hide = first = NONE
     forward = backward = 0.0
+    copies = NO_COPIES
     for n, load in loads:
+        copies = copies.plus(load.copies, n)
         collectives, may_hide = collectives.plus(load.collectives, n), may_hide.plus(load.may_hide, n)
         first = ParameterSeconds(*map(max, zip(first, load.first, strict=True)))
         forward, backward = forward + n * load.computing.forward, backward + n * load.computing.backward
     shares = loads[0][1].shares if loads else NOTHING.shares
-    return ParameterLoad((), collectives, may_hide, first, Computing(forward, backward), shares)
+    computing = Computing(forward, backward)
+    return ParameterLoad((), collectives, may_hide, first, computing, shares, copies, _link_of(loads))
+
+
+def _link_of(loads: Sequence[tuple[int, ParameterLoad]]) -> HostLinkUse:
+    """Return what the activations of all blocks do on the link; blocks that move none leave it all they compute."""
+    uses = [(n, load.link, load.computing) for n, load in loads]
+    if not any(any(link.copied) for _, link, _ in uses):
+        return UNUSED
+
+    def total(values: Iterable[tuple[int, tuple[float, float]]]) -> tuple[float, float]:
+        there, back = zip(*[(n * a, n * b) for n, (a, b) in values], strict=True)
+        return sum(there), sum(back)
+
+    return HostLinkUse(
+        total((n, link.waits) for n, link, _ in uses), total((n, link.copied) for n, link, _ in uses),
+        total((n, link.left if any(link.copied) else (own.forward, own.backward)) for n, link, own in uses),
+        max(link.gain for _, link, _ in uses),
+    )  # fmt: skip
 
 
 def parameter_load(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
-    owned: Mapping[int, ParamChoice], microbatches: int, optimizer: str, versions: int = 1,
+    owned: Mapping[int, ParamChoice], microbatches: int, optimizer: str, link: HostLinkUse, versions: int = 1,
 ) -> ParameterLoad:  # fmt: skip
     """Return the load of a plan's parameters.
 
     ``chosen``: strategies by node, of all operators that depend on parameters; ``owned``: how parameters are stored
-    and used, by node.
+    and used, by node; ``link``: what activations do on the link to the host.
     """
     nodes, alike = graph.nodes, graph.alike
     first_read = P.first_read(graph, pricer.costs.bucket_bytes)
     costs: list[P.ParamCost] = []
     cost_of: dict[tuple[Spec, bool, ParamChoice, bool, str], P.ParamCost] = {}  # repeated blocks have the same ones
     collectives = may_hide = first = NONE
+    copies = NO_COPIES
     for i, choice in owned.items():
         by = stepped_by(graph, nodes[i], optimizer)
         key = nodes[i].out, nodes[i].needs_grad, choice, nodes[i].narrow is not None, by
@@ -93,7 +128,10 @@ def parameter_load(
         costs.append(cost)
         if cost.seconds:
             collectives, may_hide = collectives.plus(cost.collectives), may_hide.plus(cost.may_hide)
-            first = first.plus(cost.may_hide) if i in first_read else first
+            if i in first_read:
+                first = first.plus(cost.may_hide)
+            else:
+                copies = copies.plus(cost.copies)
     forward = backward = 0.0
     spent_on: dict[tuple[int, int], tuple[float, float]] = {}
     for i, node in enumerate(nodes) if any(may_hide) else ():
@@ -105,7 +143,8 @@ def parameter_load(
             spent = pricer.compute(graph, node, rule, chosen[i])
             spent_on[same] = spent.forward, spent.total - spent.forward
         forward, backward = forward + spent_on[same][0], backward + spent_on[same][1]
-    return ParameterLoad(costs, collectives, may_hide, first, Computing(forward, backward), pricer.shares)
+    computing = Computing(forward, backward)
+    return ParameterLoad(costs, collectives, may_hide, first, computing, pricer.shares, copies, link)
 
 
 def beside_ops(

@@ -27,7 +27,7 @@ from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis
 from cost_models.host_step import host_step_seconds
 from cost_models.optimizer_bytes import MUON
-from cost_models.parameter_overlap import ParameterSeconds
+from cost_models.parameter_overlap import NO_COPIES, HostSeconds, ParameterSeconds
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class ParamCost:
         seconds: the seconds of its collectives, by themselves.
         collectives: the same, by when they run.
         may_hide: the part of `seconds` that may overlap with computing.
+        copies: the part of `may_hide` that is copied between device and host.
         step_seconds: seconds of the optimizer, and of adding its gradients up over microbatches.
         version_bytes: further versions of the weight, as operators use it.
         host_seconds: the part of `step_seconds` that the optimizer takes on the host.
@@ -58,6 +59,7 @@ class ParamCost:
     version_bytes: int = 0
     host_seconds: float = 0.0
     host_bytes: int = 0
+    copies: HostSeconds = NO_COPIES
 
     @property
     def n_bytes(self) -> int:
@@ -226,10 +228,12 @@ def cost(
     elements = prod(local_shape(spec.shape, choice.stored, mesh))
     of_master = spec.item_bytes if precision is None else ITEM_BYTES[precision.stored(spec.dtype)]
     by_itself, may_hide = seconds_of(spec, grad, choice, pricer, precision)
+    copies = NO_COPIES
     if choice.on_host:
         copied = host_copy_seconds(elements * of_master, grad, choice, pricer)
-        by_itself = by_itself.plus(copied)
-        may_hide = may_hide.plus(copied if pricer.shares.gathers > 0 else ParameterSeconds())
+        by_itself = by_itself.plus(copied.both)
+        copies = copied if pricer.shares.gathers > 0 else copies
+        may_hide = may_hide.plus(copies.both)
     of_sum = spec.item_bytes if precision is None else ITEM_BYTES[precision.accumulated(spec.dtype)]
     of_moments = spec.item_bytes if precision is None else ITEM_BYTES[precision.kept(spec.dtype)]
     used_elements = prod(local_shape(spec.shape, choice.used, mesh))
@@ -260,11 +264,11 @@ def cost(
     return ParamCost(
         by_itself.of_step(microbatches), by_itself, may_hide, step_seconds, *of_device, gathered,
         2 * used if choice.lifetime == "use" and choice.is_copied else 0,
-        (versions - 1) * used_elements * spec.item_bytes if grad else 0, host_seconds, of_host,
+        (versions - 1) * used_elements * spec.item_bytes if grad else 0, host_seconds, of_host, copies,
     )  # fmt: skip
 
 
-def host_copy_seconds(n_bytes: float, grad: bool, choice: ParamChoice, pricer: Pricer) -> ParameterSeconds:
+def host_copy_seconds(n_bytes: float, grad: bool, choice: ParamChoice, pricer: Pricer) -> HostSeconds:
     """Return the seconds of a parameter's copies between host and device, by when they run.
 
     Its values come in before their use, in the backward once more where a copy lives for one use; its gradient goes
@@ -273,8 +277,10 @@ def host_copy_seconds(n_bytes: float, grad: bool, choice: ParamChoice, pricer: P
     there = pricer.known_host.to_device(n_bytes)
     back = pricer.known_host.to_host(n_bytes) if grad else 0.0
     if choice.lifetime == "step":
-        return ParameterSeconds(gathers=there, reductions=back)
-    return ParameterSeconds(forward_each=there, backward_each=(there + back) if grad else 0.0)
+        return HostSeconds(ParameterSeconds(gathers=there), ParameterSeconds(reductions=back))
+    again = there if grad else 0.0
+    coming = ParameterSeconds(forward_each=there, backward_each=again)
+    return HostSeconds(coming, ParameterSeconds(backward_each=back))
 
 
 def keeps_copies(precision: Precision | None, kernels: Kernels) -> bool:

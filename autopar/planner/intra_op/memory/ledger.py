@@ -24,7 +24,7 @@ from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref
 from autopar.words.placements import State
-from cost_models.host_link import Moved, copy_waits
+from cost_models.host_link import UNUSED, HostLinkUse, Moved, link_use
 
 GIVEN = "given"
 """The decision of an entry that is the batch or a buffer, which are there anyway."""
@@ -159,20 +159,20 @@ def waiting_seconds(
             more = record.price(pricer.costs, pricer.device, entry.n_bytes)
             seconds[record.name] = seconds.get(record.name, 0.0) + more
     if holds.away:
-        seconds[holds.away[0].decision] = sum(waits_for_copies(graph, rules, pricer, chosen, holds))
+        seconds[holds.away[0].decision] = sum(use_of_link(graph, rules, pricer, chosen, holds).waits)
     return seconds
 
 
-def waits_for_copies(
+def use_of_link(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], holds: Ledger
-) -> tuple[float, float]:
-    """Return the seconds that the forward and the backward of a microbatch wait for copies beside compute.
+) -> HostLinkUse:
+    """Return what the copies beside compute of a microbatch do on the link to the host, and how long it waits for them.
 
     They have what operators compute to hide behind, those of segments that are recomputed once more in the backward;
     not collectives, which may need the same links.
     """
     if not holds.away:
-        return 0.0, 0.0
+        return UNUSED
     record = DECISIONS[holds.away[0].decision]
     assert record.copies is not None and pricer.host is not None
     place: dict[int, int] = {}
@@ -194,4 +194,4 @@ def waits_for_copies(
     moved = [
         Moved(*record.copies(pricer.host, away.n_bytes), place[away.last], place[away.asked]) for away in holds.away
     ]
-    return copy_waits(moved, forward, backward, record.ahead)
+    return link_use(pricer.host, moved, forward, backward, record.ahead)

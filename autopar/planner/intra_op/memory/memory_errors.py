@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from autopar.errors import InfeasibleError
+from autopar.planner.intra_op.pins.options import Options
+from autopar.plans.offload_options import ACTIVATIONS, AUTO, WHAT
 from autopar.plans.plan import StagePlan
 from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes
+from cost_models.host_link import has_host
+from cost_models.optimizer_bytes import MUON
+from hardware_profiles import Device
 
 LARGEST = 3
 """Parameters that a message lists."""
@@ -23,8 +28,22 @@ class OutOfReach(InfeasibleError):
     """An error without explanation: neither the relaxation fits, nor the plan nearest to its fewest bytes."""
 
 
-def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -> str:
-    """Return the message that nothing fits, with what would."""
+def host_hint(options: Options, device: Device, forward_only: bool = False) -> str:
+    """Return the end of a message that nothing fits: what else may wait in the memory of the host, if there is one."""
+    offload = options.offload
+    if forward_only or not has_host(device):
+        return ""
+    left = [name for name in WHAT if getattr(offload, name) is None]
+    if options.optimizer == MUON or options.versions.number > 1:  # whose state stays on the device
+        left = [name for name in left if name == ACTIVATIONS]
+    if not left:
+        return ""
+    wish = AUTO if len(left) == len(WHAT) else ",".join([*([offload.text] if offload else []), *left])
+    return f"\n  or let some of it wait in the memory of the host: offload='{wish}'"
+
+
+def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float, hint: str = "") -> str:
+    """Return the message that nothing fits, with what would, and a ``hint`` on what else to try."""
     p = tight.price
     parts = sorted(
         [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),
@@ -41,5 +60,5 @@ def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) ->
         + "\n  largest parameters: "
         + ", ".join(f"{node.target} {show_bytes(node.out.n_bytes)}" for _, node in biggest)
         + f"\n  it would fit with {show_bytes(p.memory_bytes - limit)} more per device, more devices, or a smaller "
-        "batch"
+        f"batch{hint}"
     )

@@ -176,7 +176,7 @@ def _conditions(problem: Problem, lp: Matrix) -> None:
 
 
 def _overlaps(problem: Problem, lp: Matrix) -> None:
-    """Add the seconds of two sides that overlap, so that they count once."""
+    """Add the seconds of sides that overlap, so that they count once."""
     for overlap in problem.overlaps:
         most = max(seconds for side in overlap.sides for _, of_item in side for seconds in of_item)
         (hidden,) = lp.add([-most])
