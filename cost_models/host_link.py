@@ -199,15 +199,15 @@ def copy_waits(
     for number, tensor in enumerate(moved):
         leaving.setdefault(tensor.last, []).append(number)
         asking.setdefault(tensor.asked, []).append(number)
-    now, free, ends = 0.0, 0.0, [0.0] * len(moved)
+    now, free, ends, there = 0.0, 0.0, [0.0] * len(moved), 0.0
     for place, seconds in enumerate(forward):
         now += seconds
         for number in leaving.get(place, ()):
             free = ends[number] = max(now, free) + moved[number].out_seconds
-            if number >= ahead:
-                now = max(now, ends[number - ahead])
-    there = max(now, free) - sum(forward)
-    now, free, begun = 0.0, 0.0, [False] * len(moved)
+            if number >= ahead and (late := ends[number - ahead] - now) > 0:
+                there, now = there + late, now + late
+    there += max(0.0, free - now)
+    now, free, back, begun = 0.0, 0.0, 0.0, [False] * len(moved)
 
     def begin(number: int) -> None:
         nonlocal free
@@ -220,7 +220,8 @@ def copy_waits(
     for place in reversed(range(len(backward))):
         for number in asking.get(place, ()):
             begin(number)
-            now = max(now, ends[number])
+            if (late := ends[number] - now) > 0:
+                back, now = back + late, now + late
             begin(number - ahead)
         now += backward[place]
-    return there, now - sum(backward)
+    return there, back

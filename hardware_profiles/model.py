@@ -253,6 +253,12 @@ class Cluster:
                 f"  {count} x {name}: {device.memory_bytes / 1e9:.4g} GB at "
                 f"{device.memory_bytes_per_second / 1e9:.4g} GB/s, {rate[1] / 1e12:.4g} TFLOP/s {rate[0]}"
             )
+            if (host := device.host) is not None:
+                there, back = host.to_host_bytes_per_second / 1e9, host.to_device_bytes_per_second / 1e9
+                lines.append(
+                    f"    host: {there:.4g} GB/s to it, {back:.4g} back, {host.memory_bytes / 1e9:.4g} GB"
+                    + f" for {host.memory_devices} devices" * (host.memory_devices > 1)
+                )
         links: dict[tuple[str, float, float], int] = {}
         for _, _, link in self.graph.edges(data="link"):
             key = (link.name, link.bandwidth_bytes_per_second, link.latency_seconds)

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 from autopar.allocations import elsewhere
 from autopar.plans.memory_decisions import DECISIONS
-from autopar.torch_private import is_traceable_wrapper_subclass, keeps_graph, pytree
+from autopar.torch_private import current_backward, is_traceable_wrapper_subclass, keeps_graph, pytree
 from autopar.words.trees import PyTree
 
 _FREED: weakref.WeakValueDictionary[int, Freed] = weakref.WeakValueDictionary()
@@ -150,14 +150,24 @@ def give_up(
     Returns:
         What is given up; None if there is no backward.
     """
-    if whole.grad_fn is None or spmd.is_type_checking():
+    maker = whole.grad_fn
+    if maker is None or not will_be_asked_for(whole):
         return None
     fills = DECISIONS[decision].freed
     assert fills is not None
     freed: Freed = fills(whole)
-    freed.until_backward(whole.grad_fn, readers)
+    freed.until_backward(maker, readers)
     freed.follow(before)
     return freed
+
+
+def will_be_asked_for(x: torch.Tensor) -> bool:
+    """Return whether hooks of a tensor's graph will fill its memory again, so that it may be freed until then.
+
+    They will not if there is no graph, nor inside of a backward: ``torch.utils.checkpoint`` runs the forward again
+    there, takes what the second graph saves, and runs the backward of the first.
+    """
+    return x.grad_fn is not None and not spmd.is_type_checking() and current_backward() < 0
 
 
 def on_host(x: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,8 @@ class AtOnce:
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
         """Copy now."""
-        target.copy_(source)
+        with elsewhere():  # an operator that writes returns what it writes to, a buffer of the host or what was counted
+            target.copy_(source)
         return CopyDone()
 
 
@@ -111,29 +112,43 @@ def using(to_host: Copier, to_device: Copier) -> Iterator[None]:
 class HostBuffers:
     """Buffers in the memory of the host, by size; those that were given back are used again.
 
+    All buffers together never have more bytes than were in use at once: before one of a new size is made, free ones of
+    other sizes are dropped, as they are left by batches of other shapes and by models that are gone.
+
     Attributes:
         n_bytes: of all buffers, those in use included.
     """
 
     def __init__(self) -> None:
-        self.n_bytes = 0
+        self.n_bytes = self._used = self._most = 0
         self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a graph that is collected while a buffer is taken gives its own ones back
 
     def take(self, n_bytes: int, pinned: bool) -> torch.Tensor:
         """Return a buffer of bytes."""
         with self._lock:
+            self._used += n_bytes
+            self._most = max(self._most, self._used)
             free = self._free.get((n_bytes, pinned))
             if free:
                 return free.pop()
             self.n_bytes += n_bytes
+            self._drop(self.n_bytes - self._most)
         with elsewhere():
             return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Keep a buffer for another use; nothing reads it any more but what was launched before."""
         with self._lock:
+            self._used -= buffer.numel()
             self._free.setdefault((buffer.numel(), buffer.is_pinned()), []).append(buffer)
+
+    def _drop(self, n_bytes: int) -> None:
+        """Drop free buffers of so many bytes at least, or all of them."""
+        while n_bytes > 0 and (sizes := [size for size, free in self._free.items() if free]):
+            n_bytes -= sizes[0][0]
+            self.n_bytes -= sizes[0][0]
+            self._free[sizes[0]].pop()
 
 
 BUFFERS = HostBuffers()

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-import spmd_types as spmd
 import torch
 
 from autopar.errors import RunError
 from autopar.lower import collectives
-from autopar.lower.freed_tensors import Backwards, Freed, fill_all, is_empty
+from autopar.lower.freed_tensors import Backwards, Freed, fill_all, is_empty, will_be_asked_for
 from autopar.lower.segments import current_mesh, on_mesh
 from autopar.torch_private import top_saved_tensors_hooks
 from autopar.words.trees import PyTree
@@ -64,6 +63,7 @@ def free_until_backward(whole: torch.Tensor, piece: torch.Tensor, steps: Steps, 
         steps: the gathers, in order: their names in :mod:`autopar.lower.collectives` and arguments after the tensor.
         readers: the backwards of the operators that read it.
     """
-    if whole.grad_fn is None or spmd.is_type_checking():
+    maker = whole.grad_fn
+    if maker is None or not will_be_asked_for(whole):
         return
-    _Copy(whole, piece, steps).until_backward(whole.grad_fn, readers)
+    _Copy(whole, piece, steps).until_backward(maker, readers)

@@ -30,6 +30,7 @@ from autopar.planner.intra_op.pins.clashing_pins import explained
 from autopar.planner.intra_op.pins.small_parameters import TooSmallError, note_on_small
 from autopar.planner.microbatch_graphs import MicrobatchGraphs, part_of
 from autopar.planner.plan_notes import next_best, notes_on, notes_on_matrices, with_note_on_statistics
+from autopar.plans.memory_decisions import OFFLOAD
 from autopar.plans.offload_options import parse_offload
 from autopar.plans.plan import Pins, Plan
 from autopar.plans.request import PlanRequest
@@ -59,8 +60,6 @@ class Outcome:
     tried: tuple[tuple[str, float], ...] = ()
     others: tuple[Exact, ...] = ()
     cluster: Cluster | None = None
-
-
 
 
 def options_of(request: PlanRequest) -> Options:
@@ -102,7 +101,12 @@ def find(
     loaded = captured if graph is captured.graph else replace(captured, graph=graph)
     outcome = _on_some_devices(model, loaded, example, cluster, n, request, name or cluster.name, runs, say)
     graph = outcome.captured.graph
-    notes = *notes_on_load(graph, outcome.plan), *notes_on_matrices(graph, outcome.plan)
+    notes = [*notes_on_load(graph, outcome.plan), *notes_on_matrices(graph, outcome.plan)]
+    if offload.patterns and not any(stage.memory.get(OFFLOAD) for stage in outcome.plan.stages):
+        notes.append(
+            f"offload: nothing is moved: no result of '{', '.join(offload.patterns)}' waits for its backward on the "
+            "device by itself (views, outputs, integers, and what is recomputed do not)"
+        )
     return replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, *notes))) if notes else outcome
 
 

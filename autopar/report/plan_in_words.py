@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from math import prod
 
 from autopar.planner.layouts.layout_words import words_of
+from autopar.plans.memory_decisions import OFFLOAD
 from autopar.plans.plan import Plan, StagePlan, segment_numbers
 from autopar.report.axes_in_words import BATCH, EXPERTS, FEATURES, NOTHING, SEQUENCE, SHOWN, AxisUse
 from autopar.words.graph import Graph
@@ -47,7 +48,7 @@ def plan_in_words(graph: Graph, plan: Plan, use: AxisUse | None = None) -> str:
         return layout_in_words(requested)
     use = use or AxisUse(graph)
     sizes = {node.target: prod(node.out.shape) for _, node in graph.of_kind("param")}
-    pipeline, again = _pipeline(plan), _recompute(graph, use, plan)
+    pipeline, again = _pipeline(plan), _recompute(graph, use, plan) + _offload(plan)
     if len({stage.mesh for stage in plan.stages}) == 1:
         return ", ".join(_terms(use, plan.stages, sizes, pipeline=pipeline) + again) or ONE
     return "; ".join(filter(None, [", ".join(pipeline + again), mesh_by_mesh(use, plan.stages, None, sizes)]))
@@ -180,6 +181,12 @@ def _recompute(graph: Graph, use: AxisUse, plan: Plan) -> list[str]:
         return []
     share = sum(map(use.flops, again)) / total
     return ["full recompute" if share >= ALL else f"recompute of {share:.0%} of the work"]
+
+
+def _offload(plan: Plan) -> list[str]:
+    """Return how many results of operators wait in the memory of the host, of all stages."""
+    moved = sum(len(stage.memory.get(OFFLOAD, ())) for stage in plan.stages)
+    return [f"offload of {moved} {'activation' if moved == 1 else 'activations'}"] if moved else []
 
 
 def stages_in_words(numbers: Sequence[int]) -> str:

@@ -65,7 +65,7 @@ def test_axes_are_named_by_what_they_shard() -> None:
 
     def words(**ops: tuple[str, str]) -> str:
         stage = SimpleNamespace(
-            mesh=mesh, ops={first: ops["first"], last: ops["last"]}, params={}, recompute=()
+            mesh=mesh, ops={first: ops["first"], last: ops["last"]}, params={}, recompute=(), memory={}
         )  # fmt: skip
         schedule = SimpleNamespace(n_ranks=1, name="none")
         plan = SimpleNamespace(stages=(stage,), schedule=schedule, pins=autopar.plans.plan.Pins())

@@ -10,6 +10,7 @@ import pytest
 import stand_in
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar import planfile
@@ -17,7 +18,9 @@ from autopar.certificate import check
 from autopar.certificate.peak import peak_of
 from autopar.comparison import program_vs_eager
 from autopar.errors import InfeasibleError, PlanError, RunError
-from autopar.lower.host_copies import BUFFERS
+from autopar.lower.host_copies import BUFFERS, HostBuffers
+from autopar.profiling.by_kind import peak_bytes
+from autopar.report.plan_in_words import plan_in_words
 from cost_models.host_link import Moved, copy_waits
 
 WIDTH, ROWS, BLOCKS = 32, 1024, 4
@@ -190,6 +193,78 @@ def test_compiled_and_recorded_steps_refuse(case: Any) -> None:
     with pytest.raises((PlanError, RunError), match="compile"):
         pm.compile()
         pm(*batch)
+
+
+def test_blocks_that_are_recomputed_keep_no_others_from_moving(case: Any) -> None:
+    model, batch, captured = case
+    options: dict[str, Any] = {"mesh": "data=1", "captured": captured, "recompute": ["1"]}
+    plan = autopar.plan(model, stand_in.stand_in(), batch[:1], **options, offload="activations=*")
+    assert set(plan.memory["offload"]) == {"tanh", "linear_5", "linear_7", "tanh_2", "tanh_3"}  # 1 reads linear_1
+    limit = plan.price.memory_bytes
+    assert "offload of 5 activations" in plan_in_words(captured.graph, plan)
+    plan = autopar.plan(model, stand_in.stand_in(), batch[:1], **options, offload="activations", memory_limit=limit)
+    assert plan.memory["offload"] and plan.price.memory_bytes <= limit
+    plan = autopar.plan(model, stand_in.stand_in(), batch[:1], **options, offload="activations=1.0")
+    assert "offload" not in plan.memory and any("nothing is moved: no result of '1.0'" in note for note in plan.notes)
+
+
+def test_no_more_is_moved_than_the_limit_asks_for(case: Any) -> None:
+    """Where no copy is waited for, all plans are as fast; the one that moves least is taken."""
+    model, batch, captured = case
+    options: dict[str, Any] = {"mesh": "data=1", "captured": captured, "recompute": "none"}
+    free = autopar.plan(model, stand_in.stand_in(), batch[:1], **options)
+    numbers = []
+    for share in (0.95, 0.85, 0.75):
+        plan = autopar.plan(model, stand_in.stand_in(), batch[:1], **options, offload="activations",
+                            memory_limit=int(share * free.price.memory_bytes))  # fmt: skip
+        numbers.append(len(plan.memory["offload"]))
+        assert plan.price.activation_seconds == free.price.activation_seconds  # nothing is waited for, to the bit
+    assert numbers == sorted(numbers) and numbers[0] < numbers[-1] < 7, numbers
+
+
+def test_copies_on_a_processor_are_not_counted_as_memory_of_the_device(case: Any) -> None:
+    _, batch, _ = case
+    plan = moved_plan(case)
+    pm = autopar.parallelize(net(), "data=1", batch[:1], loss_fn=nn.functional.mse_loss, targets=batch[1:], plan=plan)
+    optimizer = torch.optim.AdamW(pm.parameters(), foreach=False)
+    for _ in range(2):
+        pm.train_step(*batch, optimizer=optimizer)
+    state = [x for of_one in optimizer.state.values() for x in of_one.values()]
+    peak = peak_bytes(lambda: pm.train_step(*batch, optimizer=optimizer), [*pm.parameters(), *state], batch, "cpu")
+    assert peak == pytest.approx(plan.price.memory_bytes, rel=0.06)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_model(case: Any, reentrant: bool) -> None:
+    """Inside of a backward, where the forward runs again, nothing leaves: no hook of that graph would fill it."""
+    _, batch, _ = case
+    pm = autopar.parallelize(net(), "data=1", batch[:1], loss_fn=nn.functional.mse_loss, targets=batch[1:],
+                             plan=moved_plan(case))  # fmt: skip
+    pm(*batch).backward()
+    expected = [p.grad.clone() for p in pm.parameters()]
+    pm.zero_grad()
+    one = torch.ones((), requires_grad=True)
+    checkpoint(lambda factor: factor * pm(*batch), one, use_reentrant=reentrant).backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, pm.parameters(), strict=True))
+
+
+def test_buffers_are_never_more_than_were_in_use() -> None:
+    """Batches of many shapes ask for buffers of many sizes, one shape after another."""
+    buffers = HostBuffers()
+    for n in range(1, 50):
+        taken = [buffers.take(n, False) for _ in range(3)]
+        assert buffers.n_bytes == 3 * n
+        for buffer in taken:
+            buffers.give_back(buffer)
+    assert [buffers.take(7, False).numel() for _ in range(21)] == [7] * 21 and buffers.n_bytes == 3 * 49
+
+
+def test_a_buffer_comes_back_while_another_is_taken() -> None:
+    """The collector may run in any allocation, and give back what a dropped graph had."""
+    buffers = HostBuffers()
+    with buffers._lock:
+        buffers.give_back(buffers.take(8, False))
+    assert buffers.n_bytes == 8
 
 
 def test_waits_by_hand() -> None:

@@ -56,7 +56,7 @@ def brought_back(setting: MeshProblem, plan: StagePlan, limit: float) -> StagePl
     spread = _away_only(setting, plan, [away[k * len(away) // high] for k in range(high)])
     if spread is not None and spread.price.memory_bytes <= limit:
         fits[-1] = spread
-    best = min(fits.values(), key=lambda fitting: fitting.price.seconds)
+    best = min(fits.values(), key=lambda fitting: (fitting.price.seconds, len(fitting.memory.get(OFFLOAD, ()))))
     if plan.solution is None:
         return best
     bound = plan.solution.objective_seconds * (1 - plan.solution.gap)

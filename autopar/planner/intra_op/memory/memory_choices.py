@@ -147,7 +147,10 @@ class MemoryOffers:
 
     @cached_property
     def _may_give_up(self) -> dict[str, set[int]]:
-        """By decision about tensors, the representatives of operators whose kept results it may be made for."""
+        """By decision about tensors, the representatives of operators whose kept results it may be made for.
+
+        A finished plan leaves out those of the operators that segments recompute, which only some of the blocks may do.
+        """
         graph, rep = self.graph, self.fold.representative
         keeps = {
             rep[entry.since] for entry in self.whole.entries
@@ -155,11 +158,10 @@ class MemoryOffers:
         }  # fmt: skip
         may: dict[str, set[int]] = {}
         for record in about_tensors():
-            cannot = {
-                rep[i] for i, _ in graph.of_kind("op") if rep[i] in keeps
-                and not (may_wait(graph, Ref(i), self.segment_of) and record.may(graph, Ref(i)))
-            }  # fmt: skip
-            may[record.name] = keeps - cannot
+            kept = [Ref(i) for i, _ in graph.of_kind("op") if rep[i] in keeps]
+            cannot = {rep[ref.node] for ref in kept if not (may_wait(graph, ref, {}) and record.may(graph, ref))}
+            some = {rep[ref.node] for ref in kept if may_wait(graph, ref, self.segment_of)}
+            may[record.name] = some - cannot
         return may
 
     def regather(self, chain: Chain, chains: Sequence[Chain], chain_of: Mapping[int, int]) -> None:
