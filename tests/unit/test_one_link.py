@@ -167,5 +167,5 @@ def test_the_memory_of_the_host_is_one_as_well(captured: Captured) -> None:
     (device,) = set(cluster.devices)
     assert device.host is not None
     small = replace(device, host=replace(device.host, memory_bytes=4 * both - 8))  # of which four devices have a share
-    with pytest.raises(InfeasibleError, match=r"moves .* of a device to the memory of its host beside .* of parameters"):
+    with pytest.raises(InfeasibleError, match=r"moves .* to the memory of its host beside .* of parameters"):
         planned(captured, replace(cluster, devices=(small,) * cluster.n_devices), offload)
