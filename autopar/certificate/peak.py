@@ -166,10 +166,14 @@ def has_backward(graph: Graph) -> bool:
 def in_pipeline(peaks: Sequence[Peak | None], reports: Sequence[Report], plans: Sequence[StagePlan]) -> Peak | None:
     """Return the most that a rank has at once, from the peaks of one microbatch of each of its stages.
 
-    One stage runs a microbatch, and all others in flight count with what they keep. Tensors in transit between stages
+    One stage runs a microbatch, and all others in flight count with what they keep, as do older versions of weights,
+    which this step of one microbatch does not make. Tensors in transit between stages
     are not counted. None if nothing was counted.
     """
-    kept = [plan.in_flight * report.kept_bytes for plan, report in zip(plans, reports, strict=True)]
+    kept = [
+        plan.in_flight * report.kept_bytes + report.price.version_bytes
+        for plan, report in zip(plans, reports, strict=True)
+    ]
     prices = [report.price for report in reports]
     state = [price.state_bytes for price in prices]
     there = sum(kept) + sum(state)
