@@ -209,7 +209,8 @@ def plan(
         ClusterError, MeshError, PlanError, AutoparError: an argument names what there is not, or cannot be.
     """
     given = dict(locals())
-    arguments.check(mode=mode)
+    if not isinstance(mode, str):
+        arguments.check(mode=mode)
     del given["mode"], given["serving"]
     if mode != TRAINING or serving:
         return serving_plan(given, mode, serving)
