@@ -289,7 +289,7 @@ class CountedWhereItRan(Drops):
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def body(self, x: Tensor) -> Tensor:
-        if torch.rand(()) < 0.6:
+        if torch.rand(()) < 0.7:
             self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
             x = x - self.mean
         return self.a(x)

@@ -71,9 +71,10 @@ def written(words: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
     stages = sizes_of(model.blocks, layout.groups * layout.chunks)
     monkeypatch.setattr(writing, "counts", lambda _: stages)
     monkeypatch.setattr(writing, "whole_blocks", lambda *_: [])
+    monkeypatch.setattr(writing, "shares_of", lambda _: SimpleNamespace(steps=0.0, parameters=0.0))
     export: Any = SimpleNamespace(
         layout=layout, model=model, rows=m * layout.rows * layout.sizes["dp"], sequence=seq, microbatches=m,
-        rows_of_rank=layout.rows, precision=parse_precision(precision), optimizer=optimizer,
+        rows_of_rank=layout.rows, precision=parse_precision(precision), optimizer=optimizer, priced=None,
     )  # fmt: skip
     return layout, dict(writing.write(export).files)
 
