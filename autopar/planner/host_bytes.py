@@ -28,10 +28,11 @@ def host_bytes(graph: Graph, stage: StagePlan) -> int:
 
 def moved_bytes(graph: Graph, stage: StagePlan) -> int:
     """Return the bytes of activations that wait on the host for one device, of all microbatches in flight."""
-    n_bytes = 0
-    for key in stage.memory.get(OFFLOAD, ()):
+    moved = stage.memory.get(OFFLOAD, ())
+    rules, n_bytes = rules_of(graph) if moved else (), 0
+    for key in moved:
         i = graph.index[key.partition("#")[0]]
-        node, rule = graph.nodes[i], rules_of(graph)[i]
+        node, rule = graph.nodes[i], rules[i]
         assert rule is not None
         made = strategy_named(graph, node, rule, stage.ops[node.name]).outs[0]
         n_bytes += prod(local_shape(node.out.shape, made, stage.mesh)) * node.out.item_bytes
@@ -60,8 +61,11 @@ def notes_on_host(graph: Graph, stages: Sequence[StagePlan], cluster: Cluster) -
         InfeasibleError: a host has less.
     """
     of_device: dict[int, int] = {}
+    what: set[str] = set()
     for stage in stages:
         n_bytes = host_bytes(graph, stage)
+        what |= {"activations"} if stage.memory.get(OFFLOAD) else set()
+        what |= {"parameters, gradients and state"} if any(c.on_host for c in stage.params.values()) else set()
         for device in stage.devices if n_bytes else ():
             of_device[device] = of_device.get(device, 0) + n_bytes
     if not of_device:
@@ -74,6 +78,6 @@ def notes_on_host(graph: Graph, stages: Sequence[StagePlan], cluster: Cluster) -
             f"there for device {fullest}: give a smaller share (offload), more devices, or a host with more memory"
         )
     return (
-        f"on the host: {show_bytes(of_device[fullest])} of parameters, gradients and state for each device at most, of "
+        f"on the host: {show_bytes(of_device[fullest])} of {', '.join(sorted(what))} for each device at most, of "
         f"{show_bytes(room)}",
     )
