@@ -77,11 +77,6 @@ class ScheduleKind:
     usual: bool = True
     weight_versions: Callable[[int, int], int] = lambda _group, _groups: 1
 
-    @property
-    def changes_training(self) -> bool:
-        """Weights change while microbatches are in flight, so training differs from that of one device."""
-        return self.name in ASYNCHRONOUS_KINDS
-
     def allows_degree(self, degree: int) -> bool:
         """Return True if a group may hold `degree` stages."""
         return self.fewest <= degree and (self.most is None or degree <= self.most)

@@ -42,7 +42,6 @@ class ParamCost:
         step_seconds: seconds of the optimizer, and of adding its gradients up over microbatches.
         version_bytes: further versions of the weight, as operators use it.
         host_seconds: the part of `step_seconds` that the optimizer takes on the host.
-        host_bytes: what is stored in the memory of the host: values, gradient and state.
         peak_bytes: what copies gathered for one use take while they live: this one and the next, which is fetched
             ahead. Of all parameters the largest counts.
     """
@@ -58,7 +57,6 @@ class ParamCost:
     peak_bytes: int = 0
     version_bytes: int = 0
     host_seconds: float = 0.0
-    host_bytes: int = 0
     copies: HostSeconds = NO_COPIES
 
     @property
@@ -260,11 +258,11 @@ def cost(
     if pricer.kernels.buckets_gradients and any(not is_gather for *_, is_gather in moved):
         gathered += used_elements * spec.item_bytes
     held = stored, stored if grad else 0, optimizer_state_bytes(optimizer, elements, of_moments, 1) if grad else 0
-    of_device, of_host = ((0, 0, 0), sum(held)) if choice.on_host else (held, 0)
+    of_device = (0, 0, 0) if choice.on_host else held
     return ParamCost(
         by_itself.of_step(microbatches), by_itself, may_hide, step_seconds, *of_device, gathered,
         2 * used if choice.lifetime == "use" and choice.is_copied else 0,
-        (versions - 1) * used_elements * spec.item_bytes if grad else 0, host_seconds, of_host, copies,
+        (versions - 1) * used_elements * spec.item_bytes if grad else 0, host_seconds, copies,
     )  # fmt: skip
 
 
