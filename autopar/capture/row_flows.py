@@ -1,4 +1,4 @@
-"""Where the rows of a batch are in tensors: the kinds of their values and dims, and what following them found."""
+"""The places of a batch's rows in tensors: the kinds of their values and dims, and what following them found."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Where a microbatch's part is not what the batch has there.
+    """A place in which a microbatch's part is not what the batch has there.
 
     Attributes:
         kind: ``index`` (numbers of an input count rows), ``beside`` (rows beside what is no row), ``across`` (an

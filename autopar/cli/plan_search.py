@@ -32,7 +32,7 @@ class UnderPolicy:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What is searched: a model, the batch of a step, a cluster and a request.
+    """A search for a plan of a model, the batch of a step, a cluster and a request.
 
     Attributes:
         model, batch, seq: the model as :func:`~autopar.cli.common.load_and_capture` takes it.

@@ -1,4 +1,4 @@
-"""What a plan may keep in the memory of the host: the option ``offload``.
+"""The option ``offload``: it says what a plan may keep in the memory of the host.
 
 ================ =====================================================================================================
 ``activations``  results of operators that wait for their backward; ``activations=layers.*``: all those of the

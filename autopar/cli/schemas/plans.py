@@ -49,7 +49,7 @@ class BlockEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class OnHostEntry:
-    """What a device of a stage keeps in the memory of its host."""
+    """One kind of memory that a device of a stage keeps on its host."""
 
     stage: Annotated[int, "number of the stage"]
     what: Annotated[str, "activations, or parameters: with their gradients and the state of the optimizer"]

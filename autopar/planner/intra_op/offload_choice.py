@@ -1,4 +1,4 @@
-"""How much of a decided plan is moved to the memory of the host: as little as its limit asks for.
+"""Moves of a decided plan's results to the memory of the host: as few as its limit asks for.
 
 The integer program decides for blocks that are alike as one; here results are taken one by one.
 """

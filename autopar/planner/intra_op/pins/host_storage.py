@@ -22,7 +22,7 @@ STEP, USE = "step", "use"
 
 
 class HostStorage:
-    """What the option and the pins say of the memory in which parameters are stored.
+    """The memories in which the option and the pins let parameters be stored.
 
     Args:
         pinned: how parameters are pinned, by name.
@@ -35,7 +35,7 @@ class HostStorage:
 
     @property
     def is_asked(self) -> bool:
-        """Whether anything may be stored on the host."""
+        """Return whether anything may be stored on the host."""
         may = self.offload.optimizer is not None or self.offload.parameters is not None
         return may or any(memory_of(how) == HOST for how in self.pinned.values())
 
