@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import threading
 import sys
 import types
 import warnings
@@ -227,6 +228,34 @@ def plainly(operator: OpOverload) -> Callable[..., Any] | None:
     """Return torch's decomposition of an operator, such as ``tanh_backward`` in products; None without one."""
     written: Mapping[Any, Callable[..., Any]] = importlib.import_module("torch._decomp").decomposition_table
     return written.get(operator)
+
+
+_keys_outside = threading.local()
+
+
+@contextlib.contextmanager
+def operators_alone() -> Iterator[None]:
+    """Enclose operators that run without autograd, and otherwise as if it were on: some give more results then."""
+    before = getattr(_keys_outside, "keys", None)
+    _keys_outside.keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    try:
+        with torch.enable_grad(), below_autograd():
+            yield
+    finally:
+        _keys_outside.keys = before
+
+
+@contextlib.contextmanager
+def autograd_again() -> Iterator[None]:
+    """Enclose what autograd is to see inside of :func:`operators_alone`; nothing changes outside of it."""
+    keys = getattr(_keys_outside, "keys", None)
+    with contextlib.nullcontext() if keys is None else torch._C._ForceDispatchKeyGuard(*keys):
+        yield
+
+
+def direct_call(target: Any) -> Callable[..., Any]:
+    """Return the shortest way from Python to an operator, without what ``OpOverload`` does for modes and subclasses."""
+    return target._op if isinstance(target, OpOverload) else target  # type: ignore[no-any-return]
 
 
 data_of_tensors: Any = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"]
@@ -600,7 +629,7 @@ __all__ = [
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
     "StorageInfo", "TensorMeta", "TorchDispatchMode", "all_gather_single", "allow_plain_tensors", "arguments_of_to",
     "assert_async", "autograd_engine", "backend_named", "below_autograd", "caller_that_loads", "callers_compiler",
-    "compiled_functions_run_as_they_are", "compiler_traces", "current_backward", "data_of_tensors", "default_store",
+    "compiled_functions_run_as_they_are", "compiler_traces", "current_backward", "data_of_tensors", "default_store", "direct_call", "operators_alone", "autograd_again",
     "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
     "functional_collectives", "functorch_apis", "functorch_is_active", "functorch_transforms", "fx_traces",
     "generate_redistribute_costs", "group_names", "group_of_axis", "grouped_product", "has_kernel", "has_other_groups",

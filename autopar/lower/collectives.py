@@ -22,6 +22,7 @@ from autopar.words.meshes import Mesh
 from autopar.words.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, axis_and_block, axis_text
 from autopar.words.placements import shard as placement_of
 from autopar.words.shards import cut_extent
+from autopar.words.tracing import is_traced
 
 Collective = TypeVar("Collective", bound=Callable[..., torch.Tensor])
 _TYPE: dict[str, Any] = {REPLICATED: spmd.R, INVARIANT: spmd.I, PENDING: spmd.P}
@@ -105,7 +106,7 @@ def all_to_all(x: torch.Tensor, axis: str, src: int, dst: int) -> torch.Tensor:
     A compiler gets a functional collective: that of spmd-types writes to a list of tensors, which Dynamo leaves in the
     graph as it is, and Inductor can trace once, but not a second time.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         group = group_of_axis(axis)
         pieces = x.unflatten(dst, (group.size(), -1)).movedim(dst, 0).contiguous()
         arrived = functional_collectives.all_to_all_single_autograd(pieces, None, None, group)
@@ -151,7 +152,7 @@ def _first(x: torch.Tensor, *lengths: tuple[int, Any]) -> torch.Tensor:
     """
     for dim, n in lengths:
         is_replicated = isinstance(n, int) and isinstance(x.shape[dim], int) and x.shape[dim] == n
-        if not is_replicated or torch.compiler.is_compiling():
+        if not is_replicated or is_traced():
             x = x.narrow(dim, 0, n)
     return x.contiguous()
 

@@ -80,7 +80,17 @@ class Freed:
         Where the maker is one of the readers, as its backward needs its own result, free after its backward.
         """
         self.hold(maker, readers)
+        self.leave()
+
+    def leave(self) -> None:
+        """Give up the memory, or begin to."""
         self.free()
+
+    def gone(self) -> None:
+        """Free the memory of what has begun to leave."""
+
+    def come(self, *_: object) -> None:
+        """Begin to fill the memory, where that takes a while."""
 
     def hold(self, maker: Node, readers: Sequence[Backwards]) -> None:
         """Register the hooks of :meth:`until_backward`."""

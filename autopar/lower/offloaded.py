@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch.autograd.graph import Node
-
 from autopar.errors import RunError
-from autopar.lower.freed_tensors import EMPTIED, Backwards, Freed, on_host
+from autopar.lower.freed_tensors import EMPTIED, Freed, on_host
 from autopar.lower.host_copies import BUFFERS, Copy, bytes_of, copier
 from autopar.plans.memory_decisions import OFFLOAD, MemoryDecision, decision
 from autopar.torch_private import FakeTensor
@@ -49,8 +47,8 @@ class Offloaded(Freed):
 
     # -- the way out
 
-    def until_backward(self, maker: Node, readers: Sequence[Backwards]) -> None:
-        """Start the copy to the host; :meth:`gone` frees the memory. Hooks are those of :class:`.Freed`."""
+    def leave(self) -> None:
+        """Start the copy to the host; :meth:`gone` frees the memory."""
         self.where = LEAVING
         if any(isinstance(x, FakeTensor) for x in self.values):
             self.fake = [on_host(x) for x in self.values]
@@ -59,7 +57,6 @@ class Offloaded(Freed):
                 source = bytes_of(x)
                 self.buffers.append(BUFFERS.take(source.numel(), x.device.type != "cpu"))
                 self.copies.append(copier(x.device, to_host=True).start(self.buffers[-1], source))
-        self.hold(maker, readers)
 
     def follow(self, before: Freed | None) -> None:
         """Free the memory of the result before, which is copied back when this one is asked for."""

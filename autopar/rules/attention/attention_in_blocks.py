@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 from autopar.rules.attention.attention_on_gpus import fits_kernels, has_kernels_for, kernels
 from autopar.rules.families.sharded_random import dropping
 from autopar.torch_private import safe_softmax
+from autopar.words.tracing import is_traced
 from autopar.words.trees import Context, PyTree
 
 QUERIES, MOST_BLOCKS = 128, 64
@@ -73,7 +74,7 @@ def goes_in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     if any(isinstance(n, torch.SymInt) for x in (q, k, v) for n in x.shape):
         return False
     is_short = q.shape[-2] * k.shape[-2] < FEWEST_SCORES or q.shape[-2] <= QUERIES
-    if is_short and not (has_kernels_for if torch.compiler.is_compiling() else fits_kernels)(q, k, v):
+    if is_short and not (has_kernels_for if is_traced() else fits_kernels)(q, k, v):
         return False
     if k.dim() != q.dim():
         return False
@@ -304,7 +305,7 @@ def in_blocks(
     Returns:
         [.. h q e].
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         return torch.ops.autopar.attention_in_blocks(q, k, v, mask, row, column, *form)[0]  # type: ignore[no-any-return]
     result: torch.Tensor = _InBlocks.apply(q, k, v, mask, row, column, form)
     return result

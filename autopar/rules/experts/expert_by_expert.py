@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autopar.torch_private import FakeTensor, LocalTensor, is_in_torch_dispatch_mode
+from autopar.words.tracing import is_traced
 from autopar.words.trees import Context
 
 LEAST_BYTES = 2**20
@@ -29,7 +30,7 @@ def in_turn(tensors: Sequence[torch.Tensor], n_rows: Any, n_experts: int) -> boo
         tensors: rows, and what experts have.
         n_rows: the number of rows of all experts.
     """
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not isinstance(n_rows, int):
+    if is_traced() or is_in_torch_dispatch_mode() or not isinstance(n_rows, int):
         return False
     if any(x.device.type != "cpu" or isinstance(x, (FakeTensor, LocalTensor)) for x in tensors):
         return False

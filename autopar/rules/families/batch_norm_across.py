@@ -25,6 +25,7 @@ from autopar.rules.lowering_helpers.local_shard import all_of, weights_on
 from autopar.rules.notation import Comm
 from autopar.torch_private import each_rank, preserve_version_counter, reached
 from autopar.words.placements import axis_and_block
+from autopar.words.tracing import is_traced
 from autopar.words.trees import Context
 
 _aten = torch.ops.aten
@@ -60,7 +61,7 @@ def _moments(x: torch.Tensor) -> torch.Tensor:
     z = _precise(x)
     if not x.numel():
         return z.new_zeros(2, x.shape[1])
-    if x.is_meta or torch.compiler.is_compiling():  # for which the kernel below has no other form
+    if x.is_meta or is_traced():  # for which the kernel below has no other form
         var, mean = torch.var_mean(z, [0, *range(2, x.dim())], correction=0)
     else:  # a quarter of var_mean's time on the CPU
         mean, var = torch.batch_norm_update_stats(z, None, None, 0.0)

@@ -34,6 +34,7 @@ from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 from autopar.torch_private import each_rank, reached
 from autopar.words.narrow_products import FORMATS, NARROW_LINEAR, NarrowFormat
+from autopar.words.tracing import is_traced
 from autopar.words.trees import Context
 
 _LEAD = ("b", "s", "t", "u", "w")
@@ -69,7 +70,7 @@ class _Way:
 
 def _each(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that computes for each simulated rank; a compiler, which has none, sees it as it is."""
-    return fn if torch.compiler.is_compiling() else each_rank(fn)  # type: ignore[no-any-return]
+    return fn if is_traced() else each_rank(fn)  # type: ignore[no-any-return]
 
 
 def _scale(x: torch.Tensor, dim: int | None, dtype: torch.dtype, over: Groups) -> torch.Tensor:

@@ -30,6 +30,7 @@ from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 from autopar.words.graph import RowsAt
+from autopar.words.tracing import is_traced
 from autopar.words.trees import Context, PyTree
 
 Shards = Sequence[Sequence[str]]
@@ -223,7 +224,7 @@ def has_kernels(*tensors: torch.Tensor) -> bool:
     """Check that Triton's kernels may be called: not while types are checked, nor where the program is compiled."""
     if not all(type(x) is torch.Tensor and x.device.type in KERNELS_ON for x in tensors):
         return False
-    return not (spmd.is_type_checking() or torch.compiler.is_compiling()) and _has_triton(tensors[0].device)
+    return not (spmd.is_type_checking() or is_traced()) and _has_triton(tensors[0].device)
 
 
 def _has_pass(x: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from autopar.words.narrow_products import FORWARD, NarrowFormat
+from autopar.words.tracing import is_traced
 
 MULTIPLE = 16
 """Sizes of products of eight bits are multiples of it, as cuBLAS wants; others are filled up with zeros."""
@@ -75,7 +76,7 @@ def _has_cast(x: torch.Tensor) -> bool:
     """Return whether casts of a tensor are a kernel of their own; what is traced, a compiler fuses."""
     has_values = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
     wanted = has_values and x.is_cuda and x.dtype != torch.float64
-    return wanted and HAS_TRITON and not torch.compiler.is_compiling()
+    return wanted and HAS_TRITON and not is_traced()
 
 
 def product(

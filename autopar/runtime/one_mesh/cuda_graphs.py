@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from autopar.errors import RunError
-from autopar.lower.compilable import breaks
+from autopar.lower.steps.nodes import calls_outside
 from autopar.plans.memory_decisions import OFFLOAD
 from autopar.rules.families.sharded_random import seed_at
 from autopar.runtime.batches.module_calls import ModuleCall
@@ -224,7 +224,7 @@ def recordable(run: ParallelRun, call: ModuleCall, recorder: StepRecorder | None
         raise RunError(f"a step is recorded as a CUDA graph on GPUs; this module is on {stage.device}")
     run.check_values(call)
     stage = run.stage
-    reasons = breaks(stage.program, recorded=True)
+    reasons = calls_outside(stage.program, recorded=True)
     if stage.ways.flags:
         reasons.append("a branch on data, which the host checks in every call")
     if stage.parts.elements:

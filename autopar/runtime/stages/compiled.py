@@ -1,25 +1,27 @@
-"""Programs under ``torch.compile`` (:mod:`autopar.lower.compilable`), and the parameters that they gather themselves.
+"""Programs under ``torch.compile``: explicit steps (:mod:`.step_program`), whose operators a compiler makes kernels of.
 
-A parameter that is gathered for each use is gathered by functional collectives inside of the compiled graph, once for
-the forward and again for the backward. The leaf, on which autograd accumulates, stays without memory: its gradient
-comes out of the graph, and is reduced as always. Parameters that are gathered once a step are gathered before the graph
-begins.
+A parameter that is gathered for each use is gathered by functional collectives inside of the step, once for the forward
+and again for the backward. The leaf, on which autograd accumulates, stays without memory: its gradient comes out of the
+step, and is reduced as always. Parameters that are gathered once a step are gathered before it begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from autopar.errors import RunError
-from autopar.lower.compilable import Gather, breaks, compilable
+from autopar.lower.steps.nodes import calls_outside
 from autopar.lower.program import Program
 from autopar.runtime.parameters.narrow_gathers import agree
 from autopar.runtime.parameters.redistribution import apply
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.stages.compiled_order import OneOrder
+from autopar.runtime.stages.graph_compiler import compile_graph
+from autopar.runtime.stages.step_program import Gather, StepProgram
 from autopar.words.trees import Context
 
 CompileArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -38,6 +40,8 @@ class _Gathered(torch.autograd.Function):
         for reshard_step in held_param.reshard_steps:
             x = apply(reshard_step.forward, x, reshard_step)
         x = held_param.received(x)
+        if held_param.wire is not None:
+            held_param.wire.scale = None  # it has no value outside of the step
         return x.clone(memory_format=torch.contiguous_format) if x is piece else x.contiguous()
 
     @staticmethod
@@ -47,19 +51,20 @@ class _Gathered(torch.autograd.Function):
 
 def compiled(
     program: Program, gathered: Sequence[HeldParam], arguments: CompileArguments, order: OneOrder | None
-) -> Any:
-    """Compile a program that takes the stored shards of ``gathered`` and then its slots.
+) -> StepProgram:
+    """Return a program that takes the stored shards of ``gathered`` and then its slots, and runs as a step.
 
     Args:
         gathered: the parameters that it gathers for each use.
+        arguments: of ``torch.compile``; the backend ``eager`` calls operators one by one.
         order: the order of its collectives, which the ranks compare; None if there is one rank.
     """
     names = {slot.name for slot in program.slots}
     assert all(held_param.name in names for held_param in gathered)
-    module = compilable(program, {held_param.name: _gather_of(held_param) for held_param in gathered})
-    if order is None:
-        return torch.compile(module, *arguments[0], **arguments[1])
-    return order.watched(torch.compile(module, *arguments[0], **order.backend(arguments[1])))
+    gathers = {held_param.name: _gather_of(held_param) for held_param in gathered}
+    backend = arguments[1].get("backend", "inductor")
+    compiler = None if backend == "eager" else partial(compile_graph, arguments=arguments)
+    return StepProgram(program, gathers, compiler, (lambda _: None) if order is None else order.compare)
 
 
 def _gather_of(held_param: HeldParam) -> Gather:
@@ -75,7 +80,7 @@ def check_compiled(program: Program, options: dict[str, Any]) -> None:
     Raises:
         RunError: with the operators at which it breaks.
     """
-    reasons = breaks(program)
+    reasons = calls_outside(program)
     if options.get("fullgraph") and reasons:
         shown = "; ".join(reasons[:3]) + (f" and {len(reasons) - 3} more" if len(reasons) > 3 else "")
         raise RunError(

@@ -1,0 +1,48 @@
+"""Tensors that are given up until the backward, such as those that wait in the memory of the host."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch.fx
+
+from autopar.lower.steps.building import Step
+from autopar.lower.steps.nodes import be_done, begin_backward, come_back
+
+
+def bring_back(step: Step) -> None:
+    """Let the backward read tensors that were given up from where they wait."""
+    late = [n for n in step.graph.nodes if n.op == "call_function" and n.meta["late"]]
+    place = {node: k for k, node in enumerate(late)}
+    for whole, left in step.given_up.items():
+        readers = sorted((n for n in whole.users if n in place), key=place.__getitem__)
+        ends = {*step.grads.values(), *step.results}
+        if not readers or whole in ends:
+            _forget(step, left)
+            continue
+        back = _before(step, readers[0], come_back, (left,), whole.meta["val"])
+        for reader in readers:
+            reader.replace_input_with(whole, back)
+        last = readers[-1]
+        after = late[place[last] + 1] if place[last] + 1 < len(late) else None
+        _before(step, after, be_done, (left,), None)
+    leaving = [x for x in step.leaving if x in set(step.given_up.values())]
+    if late and leaving:
+        _before(step, late[0], begin_backward, tuple(leaving), None)
+
+
+def _before(step: Step, node: torch.fx.Node | None, target: Any, args: tuple[Any, ...], val: Any) -> torch.fx.Node:
+    """Emit a call in front of a node of the backward, or at the end."""
+    with contextlib.nullcontext() if node is None else step.graph.inserting_before(node):
+        new = step.graph.call_function(target, args)
+    new.meta.update(val=val, late=True, call=target.__name__, segment=None, guard=())
+    return new
+
+
+def _forget(step: Step, left: torch.fx.Node) -> None:
+    """Keep a tensor that the backward does not read."""
+    before = left.args[2:]
+    for user in list(left.users):
+        user.args = tuple(x for arg in user.args for x in (before if arg is left else (arg,)))
+    step.graph.erase_node(left)

@@ -1,0 +1,81 @@
+"""A record of the operators that some code runs on tensors without values, its backward included.
+
+Autograd runs below Python, and what it runs in a backward goes through the same dispatch as the forward. So the record
+of a call and of ``torch.autograd.grad`` of it has all operators of both. ``make_fx`` makes the same record in ten times
+the time, since it also follows sizes that are symbols, decompositions and modules.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx
+
+from autopar.torch_private import OpOverload, TorchDispatchMode, pytree
+
+
+class NotRecordable(Exception):
+    """An operator that gives what a record cannot hold: on tensors without values it has results that it lacks."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operators that run in its scope as nodes of a graph.
+
+    ``meta["val"]`` of a node is the tensor that the operator gave.
+
+    Attributes:
+        graph: the nodes in order; a tensor that comes from outside is a placeholder, given by :meth:`given`, or
+            a constant.
+        constants: tensors with values that the code made itself, by the node that stands for them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = torch.fx.Graph()
+        self.constants: dict[torch.fx.Node, torch.Tensor] = {}
+        self._nodes: dict[int, torch.fx.Node] = {}
+        self._alive: list[torch.Tensor] = []  # or another tensor could get the same id
+
+    def given(self, x: torch.Tensor, name: str) -> torch.fx.Node:
+        """Add a placeholder for a tensor."""
+        node = self.graph.placeholder(name)
+        self._note(node, x)
+        return node
+
+    def node_of(self, x: torch.Tensor) -> torch.fx.Node:
+        """Return the node that gives a tensor."""
+        node = self._nodes.get(id(x))
+        if node is None:
+            node = self.graph.get_attr(f"constant_{len(self.constants)}")
+            self.constants[node] = x
+            self._note(node, x)
+        return node
+
+    def _note(self, node: torch.fx.Node, x: torch.Tensor) -> None:
+        node.meta["val"] = x
+        self._nodes[id(x)] = node
+        self._alive.append(x)
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and note it."""
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        if isinstance(results, (tuple, list)) and any(
+            x is None and isinstance(of.type, torch.TensorType)
+            for x, of in zip(results, func._schema.returns, strict=False)
+        ):
+            raise NotRecordable(f"{func} gives None for a tensor where tensors have no values")
+        nodes = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
+        node = self.graph.call_function(func, *nodes)
+        if isinstance(results, torch.Tensor):
+            self._note(node, results)
+        elif isinstance(results, (tuple, list)):
+            node.meta["val"] = results
+            for k, x in enumerate(results):
+                if isinstance(x, torch.Tensor):
+                    self._note(self.graph.call_function(operator.getitem, (node, k)), x)
+        else:
+            node.meta["val"] = results
+        return results

@@ -1,0 +1,176 @@
+"""Programs as explicit steps: forward and backward printed as Python, or compiled, and one node of autograd's graph.
+
+The first call with other wants builds a step from the lowered program (:mod:`autopar.lower.steps`). It is a node of
+autograd's graph like any operator: saved tensors are seen by hooks and checked for changes, a graph that is retained
+can be gone through again, and gradients of inputs and parameters go on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from autopar.errors import RunError
+from autopar.lower.program import Program
+from autopar.lower.steps.again import run_again, views_again
+from autopar.lower.steps.building import Adjoints, Step, build
+from autopar.lower.steps.giving_up import bring_back
+from autopar.lower.steps.printing import Compiler, StepFunctions
+from autopar.torch_private import keeps_graph, operators_alone
+from autopar.words.trees import Context
+
+Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""``gather(leaf, piece)``: the values that a program reads of a parameter, whose gradient is that of the leaf."""
+TWICE = (
+    "create_graph=True: a compiled program has no backward of its backward, so gradient penalties and other second "
+    "derivatives cannot go through it; run it without compile(), on one device"
+)
+AGAIN = (
+    "a second backward through the same forward of a compiled program, whose intermediate values are freed; pass "
+    "retain_graph=True to the first one, or add the losses up and call backward once"
+)
+
+
+class StepProgram:
+    """A program that runs as a step; called with the stored pieces of parameters that it gathers itself, then its slots.
+
+    Args:
+        gathers: by parameter, what gathers it for each use.
+        compiler: makes a function of a graph of operators; None to call operators one by one.
+        agreed: called with the collectives of a step before it runs for the first time.
+    """
+
+    def __init__(
+        self, program: Program, gathers: Mapping[str, Gather], compiler: Compiler | None,
+        agreed: Callable[[Sequence[torch.fx.Node]], None],
+    ) -> None:  # fmt: skip
+        self.n_outputs = len(program.outputs)
+        self.module, self.gathered = _with_gathers(program, gathers)
+        self.compiler, self.agreed = compiler, agreed
+        self.adjoints: Adjoints = {}
+        self.forms: dict[Any, _OfForm] = {}
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        """Return the outputs of the program, then the new values of buffers."""
+        with_grad = torch.is_grad_enabled()
+        form = with_grad, tuple(
+            (x.requires_grad, x.stride()) if isinstance(x, torch.Tensor) else type(x) for x in values
+        )
+        of_form = self.forms.get(form)
+        if of_form is None:
+            given = values if with_grad else [x.detach() if isinstance(x, torch.Tensor) else x for x in values]
+            of_form = self.forms[form] = _OfForm(self, given)
+        if not of_form.functions.arriving:
+            with operators_alone():
+                return of_form.functions.forward.run([*values])
+        return _StepNode.apply(of_form, *values)  # type: ignore[no-any-return]
+
+    def step(self, values: Sequence[Any], roots: Sequence[int] | None = None) -> Step:
+        """Return a step for inputs of this form, after all passes."""
+        step = build(self.module, values, self.n_outputs, self.adjoints, roots)
+        views_again(step)
+        run_again(step, self.gathered)
+        bring_back(step)
+        return step
+
+
+class _OfForm:
+    """The step of a program for inputs of one form."""
+
+    def __init__(self, program: StepProgram, values: Sequence[Any]) -> None:
+        self.program = program
+        step = program.step(values)
+        self.functions = StepFunctions(step, compiler=program.compiler)
+        program.agreed(self.functions.collectives)
+        wants = [isinstance(x, torch.Tensor) and x.requires_grad for x in values]
+        self.like = [
+            node.meta["val"].detach().requires_grad_() if want else node.meta["val"]
+            for node, want in zip(step.given, wants, strict=True)
+        ]
+        self.backwards = {tuple(self.functions.arriving): self.functions}
+
+    def backward(self, roots: tuple[int, ...]) -> StepFunctions:
+        """Return the functions whose backward begins at these outputs."""
+        if roots not in self.backwards:
+            functions = StepFunctions(
+                self.program.step(self.like, roots), self.functions.saved, self.program.compiler
+            )
+            self.program.agreed(functions.collectives)
+            self.backwards[roots] = functions
+        return self.backwards[roots]
+
+
+class _StepNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, of_form: _OfForm, *values: Any) -> tuple[Any, ...]:
+        functions = of_form.functions
+        with operators_alone():
+            flat = functions.forward.run([*values])
+        results, saved = list(flat[: functions.n_results]), flat[functions.n_results :]
+        del flat
+        taken = {id(x) for x in values}
+        for k, x in enumerate(results):
+            if isinstance(x, torch.Tensor):
+                results[k] = x if id(x) not in taken else x.detach()
+                taken.add(id(x))
+        ctx.set_materialize_grads(False)
+        ctx.of_form, ctx.n_values = of_form, len(values)
+        ctx.save_for_backward(*(x for x in saved if isinstance(x, torch.Tensor)))
+        ctx.others = [None if isinstance(x, torch.Tensor) else (x,) for x in saved]
+        ctx.mark_non_differentiable(
+            *(x for k, x in enumerate(results) if k not in functions.arriving and isinstance(x, torch.Tensor))
+        )
+        return tuple(results)
+
+    @staticmethod
+    @torch.compiler.disable  # where the caller compiles a function with the backward in it
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RunError(TWICE)
+        tensors = iter(ctx.saved_tensors)
+        if ctx.others is None:
+            raise RunError(AGAIN)
+        of_form: _OfForm = ctx.of_form
+        roots = tuple(k for k in of_form.functions.arriving if grads[k] is not None)
+        found: list[torch.Tensor | None] = [None] * ctx.n_values
+        if roots:
+            given = [next(tensors) if x is None else x[0] for x in ctx.others]
+            given.extend(grads[k] for k in roots)
+            del tensors, grads
+            if not keeps_graph():
+                ctx.others = None
+                ctx.maybe_clear_saved_tensors()
+            functions = of_form.backward(roots)
+            with operators_alone():
+                got = functions.backward.run(given)
+            for slot, grad in zip(functions.slots, got, strict=True):
+                found[slot] = grad
+        return (None, *found)
+
+
+def _with_gathers(program: Program, gathers: Mapping[str, Gather]) -> tuple[torch.fx.GraphModule, set[str]]:
+    """Return the lowered program with the pieces of some parameters as its first inputs, and the names of the gathers.
+
+    Each is gathered in front of its first reader.
+    """
+    graph = torch.fx.Graph()
+    pieces = [graph.placeholder(f"_piece_{k}") for k in range(len(gathers))]
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    graph.output(graph.graph_copy(program.module.graph, copies))
+    given = [node for node in program.module.graph.nodes if node.op == "placeholder"]
+    slots = {slot.name: copies[n] for slot, n in zip(program.slots, given, strict=True) if slot.kind == "param"}
+    place = {node: k for k, node in enumerate(graph.nodes)}
+    names = set()
+    for (name, gather), piece in zip(gathers.items(), pieces, strict=True):
+        leaf = slots[name]
+        readers = sorted(leaf.users, key=place.__getitem__)
+        if readers:
+            with graph.inserting_before(readers[0]):
+                gathered = graph.call_function(gather, (leaf, piece))
+            names.add(gathered.name)
+            for reader in readers:
+                reader.replace_input_with(leaf, gathered)
+    return torch.fx.GraphModule(torch.nn.Module(), graph, class_name="GatheringProgram"), names
