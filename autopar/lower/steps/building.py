@@ -106,6 +106,7 @@ class Step:
             their last readers.
         leaving: of these, the ones whose copies may be under way at the end of the forward.
         constants: tensors with values that calls made themselves, by node.
+        may_lack: gradients that do not come where a branch goes the other way.
     """
 
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
@@ -117,6 +118,7 @@ class Step:
     given_up: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     leaving: list[torch.fx.Node] = field(default_factory=list)
     constants: dict[torch.fx.Node, torch.Tensor] = field(default_factory=dict)
+    may_lack: set[torch.fx.Node] = field(default_factory=set)
 
 
 Adjoints = dict[Any, Adjoint | None]
@@ -152,7 +154,6 @@ class _Builder:
         self.given: list[Any] = []
         self.late, self.call_name, self.segment = False, "", None
         self.guard: tuple[torch.fx.Node, ...] = ()
-        self.may_lack: set[torch.fx.Node] = set()
 
     def build(self, values: Sequence[Any]) -> Step:
         *_, end = self.nodes
@@ -321,11 +322,11 @@ class _Builder:
         def add(value: Value, grad: torch.fx.Node) -> None:
             before = arrived.get(value)
             if before is not None:
-                lacking = {before, grad} & self.may_lack
+                lacking = {before, grad} & self.step.may_lack
                 total = self._emit(sum_of if lacking else _aten.add.Tensor, (before, grad), val=value.fake)
                 total.meta["sum"] = True
                 if len(lacking) == 2:
-                    self.may_lack.add(total)
+                    self.step.may_lack.add(total)
                 grad = total
             arrived[value] = grad
 
@@ -346,7 +347,7 @@ class _Builder:
         self, call: _Call, arrived: dict[Value, torch.fx.Node], add: Callable[[Value, torch.fx.Node], None]
     ) -> None:
         there = [arrived[x] for x in call.results if x in arrived]
-        lacking = tuple(there) if all(x in self.may_lack for x in there) else ()
+        lacking = tuple(there) if all(x in self.step.may_lack for x in there) else ()
         if call.taken is not None:
             self._backward_of_branch(call, arrived.pop(call.results[0]), add)
         elif call.adjoint is None:
@@ -355,7 +356,7 @@ class _Builder:
             for k, leaf in enumerate(call.leaves):
                 if leaf.wants:
                     grad = self._emit(operator.getitem, (got, k), val=leaf.fake)
-                    self.may_lack.add(grad)
+                    self.step.may_lack.add(grad)
                     add(leaf, grad)
         else:
             adjoint, env = call.adjoint, call.env
@@ -367,7 +368,7 @@ class _Builder:
             for leaf, found in zip(call.leaves, adjoint.grads, strict=True):
                 if found is not None:
                     if lacking:
-                        self.may_lack.add(env[found])
+                        self.step.may_lack.add(env[found])
                     add(leaf, env[found])
 
     def _arriving(self, result: Value, arrived: dict[Value, torch.fx.Node], beside_others: bool) -> torch.fx.Node:
@@ -376,7 +377,7 @@ class _Builder:
         if grad is None:
             options = {"dtype": fake.dtype, "device": fake.device}
             grad = self._emit(_aten.zeros.default, (list(fake.shape),), options, fake)
-        elif grad in self.may_lack and beside_others:
+        elif grad in self.step.may_lack and beside_others:
             grad = self._emit(filled, (grad, list(fake.shape), fake.dtype, fake.device), val=fake)
         return grad  # type: ignore[no-any-return]
 
@@ -391,7 +392,7 @@ class _Builder:
                     add(leaf, grad)
             else:
                 of_side = self._emit(only_if, (call.taken, side, grad), val=leaf.fake)
-                self.may_lack.add(of_side)
+                self.step.may_lack.add(of_side)
                 add(leaf, of_side)
 
 

@@ -17,6 +17,7 @@ import torch.fx
 from autopar.lower.steps.adjoints import writes_to_argument
 from autopar.lower.steps.building import Step
 from autopar.lower.steps.nodes import be_done, begin_backward, end_forward, leave, run_under_autograd
+from autopar.lower.steps.order import is_start, overlapped
 from autopar.torch_private import OpOverload, direct_call
 
 Function = Callable[[list[Any]], tuple[Any, ...]]
@@ -180,15 +181,15 @@ class StepFunctions:
         ends = [*step.grads.values(), *(x for x in step.results if isinstance(x, torch.fx.Node))]
         computed = [n for n in step.graph.nodes if n.op == "call_function"]
         needed = _needed(ends, computed)
-        early = [n for n in computed if n in needed and not n.meta["late"]]
-        late = [n for n in computed if n in needed and n.meta["late"]]
-        outside = [n for n in [*step.given, *early]]
+        early = overlapped([n for n in computed if n in needed and not n.meta["late"]])
+        late = overlapped([n for n in computed if n in needed and n.meta["late"]])
+        outside = [*step.given, *early]
         reads = {x for n in late for x in read_by(n)} | {x for x in step.grads.values()}
         kept = [n for n in outside if n in reads]
         self.slots = list(step.grads)
         self.arriving = list(step.arriving)
         self.n_results = len(step.results)
-        self.collectives = [n for n in [*early, *late] if is_collective(n)]
+        self.collectives = [n for n in [*early, *late] if is_start(n)]
         if saved is None:
             self.saved = [n.name for n in kept]
             results = [*step.results, *kept]
@@ -202,11 +203,6 @@ class StepFunctions:
         grads = list(step.grads.values())
         order = late if compiler is None else _compiled(late, grads, compiler)
         self.backward = printed("backward", [*kept, *step.arriving.values()], order, grads, step.constants)
-
-
-def is_collective(node: torch.fx.Node) -> bool:
-    """Check whether a node begins a collective."""
-    return getattr(node.target, "namespace", "") == "_c10d_functional" and "wait_tensor" not in str(node.target)
 
 
 def _needed(ends: Iterable[torch.fx.Node], computed: Collection[torch.fx.Node]) -> set[torch.fx.Node]:
@@ -225,7 +221,7 @@ def _is_pure(node: torch.fx.Node) -> bool:
     target = node.target
     if isinstance(target, OpOverload):
         return not writes_to_argument(node)
-    return target not in (leave, end_forward, begin_backward, be_done) and (
+    return "hands_over" not in node.meta and target not in (leave, end_forward, begin_backward, be_done) and (
         target is not run_under_autograd or node.meta["late"]
     )
 

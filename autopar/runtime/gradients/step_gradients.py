@@ -131,7 +131,7 @@ class Gradients:
 
     def listen(self, held_param: HeldParam) -> None:
         """Hear when a leaf has its gradient; call it for every new leaf."""
-        if not (held_param.adjoint or held_param.per_use or held_param.casts or held_param.carrier is not None):
+        if not waits_for_more(held_param):
             return
 
         # a tensor's hooks are out of reach for the collector of garbage: what they held would stay for ever
@@ -144,12 +144,19 @@ class Gradients:
                     "the parallel module was freed before the backward of its loss, which has nowhere to put its "
                     "gradients; keep the module until then"
                 )
-            there._ready(of, leaf)
+            if leaf.grad is not None or of.casts:  # it was not handed over while the backward went on
+                there._ready(of, leaf)
 
         wanted = held_param.leaf.requires_grad
         held_param.leaf.requires_grad_()  # a frozen parameter may be thawed later
         held_param.leaf.register_post_accumulate_grad_hook(ready)
         held_param.leaf.requires_grad_(wanted)
+
+    def take(self, held_param: HeldParam, grad: torch.Tensor) -> None:
+        """Accept a gradient from a program that hands it over while its backward goes on."""
+        leaf = held_param.leaf
+        leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+        self._ready(held_param, leaf)
 
     def _ready(self, held_param: HeldParam, leaf: torch.Tensor) -> None:
         """Accept the whole gradient of a used leaf in this backward."""
@@ -281,6 +288,12 @@ class Gradients:
         self.clean = False
         self.forget()
         self.schedule.drop()
+
+
+def waits_for_more(held_param: HeldParam) -> bool:
+    """Check whether a parameter's gradient is reduced, cast, sent to the host, or the end of the use of a copy."""
+    adjoint = bool(held_param.adjoint)
+    return adjoint or held_param.per_use or held_param.casts or held_param.carrier is not None
 
 
 def has_hooks(param: torch.Tensor) -> bool:

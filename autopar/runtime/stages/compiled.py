@@ -7,7 +7,7 @@ step, and is reduced as always. Parameters that are gathered once a step are gat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from autopar.errors import RunError
 from autopar.lower.steps.nodes import calls_outside
 from autopar.lower.program import Program
+from autopar.lower.steps.handing_over import Take
 from autopar.runtime.parameters.narrow_gathers import agree
 from autopar.runtime.parameters.redistribution import apply
 from autopar.runtime.parameters.state import HeldParam
@@ -50,13 +51,15 @@ class _Gathered(torch.autograd.Function):
 
 
 def compiled(
-    program: Program, gathered: Sequence[HeldParam], arguments: CompileArguments, order: OneOrder | None
-) -> StepProgram:
+    program: Program, gathered: Sequence[HeldParam], arguments: CompileArguments, takers: Mapping[str, Take],
+    order: OneOrder | None,
+) -> StepProgram:  # fmt: skip
     """Return a program that takes the stored shards of ``gathered`` and then its slots, and runs as a step.
 
     Args:
         gathered: the parameters that it gathers for each use.
         arguments: of ``torch.compile``; the backend ``eager`` calls operators one by one.
+        takers: by parameter, what takes its gradient as soon as it is there.
         order: the order of its collectives, which the ranks compare; None if there is one rank.
     """
     names = {slot.name for slot in program.slots}
@@ -64,7 +67,7 @@ def compiled(
     gathers = {held_param.name: _gather_of(held_param) for held_param in gathered}
     backend = arguments[1].get("backend", "inductor")
     compiler = None if backend == "eager" else partial(compile_graph, arguments=arguments)
-    return StepProgram(program, gathers, compiler, (lambda _: None) if order is None else order.compare)
+    return StepProgram(program, gathers, compiler, takers, (lambda _: None) if order is None else order.compare)
 
 
 def _gather_of(held_param: HeldParam) -> Gather:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from autopar.lower.segments import on_mesh
 from autopar.plans.plan import StagePlan
 from autopar.rules.whole_tensors import updates_of
 from autopar.runtime.batches.batch import local_part, part_shape
-from autopar.runtime.gradients.step_gradients import Gradients
+from autopar.runtime.gradients.step_gradients import Gradients, waits_for_more
 from autopar.runtime.gradients.taking_part import TakingPart
 from autopar.runtime.parameters import prefetch
 from autopar.runtime.parameters.gathering import Unit, make_units
@@ -68,13 +69,13 @@ class Stage:
         self.held_params = self._hold_parameters()
         self.stream = StepStream(self.device, self._kept)
         self.schedule = prefetch.GatherOrder(self._units(), self.stream)
-        self.run_program = self._runnable(self.program)
         self.evaluation: tuple[Program, Any] | None = None
         self.evaluation_graph = graph
         on_meshes = any(isinstance(held_param.param, DTensor) for held_param in self.held_params.values())
         copied = any(held_param.casts or held_param.carrier for held_param in self.held_params.values())
         self.direct = device_mesh.size() == 1 and not (on_meshes or copied or graph.parts)
         self.gradients = Gradients({} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype)
+        self.run_program = self._runnable(self.program)
         self.probe = torch.empty(0, requires_grad=True)
         self.ways, self.parts = WaysTaken(graph), TakingPart(graph)
         self.distributed = any(size > 1 for size in self.program.mesh.sizes)
@@ -176,7 +177,11 @@ class Stage:
             )
         order = OneOrder(self.device_mesh, self._heard) if self.device_mesh.size() > 1 else None
         with on_mesh(self.device_mesh):
-            return compiled(program, self.gathered_inside, self.compile_args, order)
+            takers = {
+                name: partial(self.gradients.take, held_param)
+                for name, held_param in self.held_params.items() if waits_for_more(held_param)
+            }  # fmt: skip
+            return compiled(program, self.gathered_inside, self.compile_args, takers, order)
 
     def _heard(self) -> str:
         """Return what is known of another rank's failure in the running step; empty if nothing is."""

@@ -7,19 +7,25 @@ can be gone through again, and gradients of inputs and parameters go on from it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.fx
 
 from autopar.errors import RunError
-from autopar.lower.program import Program
+from autopar.lower.program import Program, Slot
+from autopar.lower.segments import current_mesh, on_mesh
 from autopar.lower.steps.again import run_again, views_again
 from autopar.lower.steps.building import Adjoints, Step, build
 from autopar.lower.steps.giving_up import bring_back
+from autopar.lower.steps.handing_over import Take, Taker, hand_over
+from autopar.lower.steps.in_place import add_in_place
 from autopar.lower.steps.printing import Compiler, StepFunctions
-from autopar.torch_private import keeps_graph, operators_alone
+from autopar.runtime.gradients.gradient_reduction import bucket_bytes
+from autopar.torch_private import keeps_graph, operators_alone, reached
 from autopar.words.trees import Context
 
 Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -40,16 +46,21 @@ class StepProgram:
     Args:
         gathers: by parameter, what gathers it for each use.
         compiler: makes a function of a graph of operators; None to call operators one by one.
+        takers: by parameter, what takes its gradient as soon as it is there.
         agreed: called with the collectives of a step before it runs for the first time.
     """
 
     def __init__(
         self, program: Program, gathers: Mapping[str, Gather], compiler: Compiler | None,
-        agreed: Callable[[Sequence[torch.fx.Node]], None],
+        takers: Mapping[str, Take], agreed: Callable[[Sequence[torch.fx.Node]], None],
     ) -> None:  # fmt: skip
         self.n_outputs = len(program.outputs)
         self.module, self.gathered = _with_gathers(program, gathers)
         self.compiler, self.agreed = compiler, agreed
+        slots = list(enumerate(program.slots, len(gathers)))
+        self.takers = {k: _taker(slot, takers[slot.name]) for k, slot in slots if slot.name in takers}
+        total = sum(taker.n_bytes for taker in self.takers.values())
+        self.together = 0 if compiler is None else bucket_bytes(total)
         self.adjoints: Adjoints = {}
         self.forms: dict[Any, _OfForm] = {}
 
@@ -68,21 +79,34 @@ class StepProgram:
                 return of_form.functions.forward.run([*values])
         return _StepNode.apply(of_form, *values)  # type: ignore[no-any-return]
 
-    def step(self, values: Sequence[Any], roots: Sequence[int] | None = None) -> Step:
-        """Return a step for inputs of this form, after all passes."""
+    def step(self, values: Sequence[Any], hands_over: bool, roots: Sequence[int] | None = None) -> Step:
+        """Return a step for inputs of this form, after all passes.
+
+        Args:
+            hands_over: the takers get their gradients.
+            roots: the outputs at which its backward begins; None for all.
+        """
         step = build(self.module, values, self.n_outputs, self.adjoints, roots)
         views_again(step)
         run_again(step, self.gathered)
         bring_back(step)
+        if self.compiler is None:
+            add_in_place(step)
+        if hands_over:
+            hand_over(step, self.takers, self.together)
         return step
+
+
+def _taker(slot: Slot, take: Take) -> Taker:
+    return Taker(take, prod(slot.shape) * getattr(torch, slot.dtype).itemsize)
 
 
 class _OfForm:
     """The step of a program for inputs of one form."""
 
     def __init__(self, program: StepProgram, values: Sequence[Any]) -> None:
-        self.program = program
-        step = program.step(values)
+        self.program, self.mesh = program, current_mesh()
+        step = program.step(values, hands_over=True)
         self.functions = StepFunctions(step, compiler=program.compiler)
         program.agreed(self.functions.collectives)
         wants = [isinstance(x, torch.Tensor) and x.requires_grad for x in values]
@@ -90,17 +114,25 @@ class _OfForm:
             node.meta["val"].detach().requires_grad_() if want else node.meta["val"]
             for node, want in zip(step.given, wants, strict=True)
         ]
-        self.backwards = {tuple(self.functions.arriving): self.functions}
+        self.backwards = {(tuple(self.functions.arriving), True): self.functions}
 
-    def backward(self, roots: tuple[int, ...]) -> StepFunctions:
-        """Return the functions whose backward begins at these outputs."""
-        if roots not in self.backwards:
-            functions = StepFunctions(
-                self.program.step(self.like, roots), self.functions.saved, self.program.compiler
-            )
+    def on_its_mesh(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context with the mesh of the forward, for collectives by the names of axes."""
+        return contextlib.nullcontext() if self.mesh is None else on_mesh(self.mesh)
+
+    def backward(self, roots: tuple[int, ...], hands_over: bool) -> StepFunctions:
+        """Return the functions whose backward begins at these outputs.
+
+        Args:
+            hands_over: takers get their gradients; they are not returned then.
+        """
+        key = roots, hands_over
+        if key not in self.backwards:
+            step = self.program.step(self.like, hands_over, roots)
+            functions = StepFunctions(step, self.functions.saved, self.program.compiler)
             self.program.agreed(functions.collectives)
-            self.backwards[roots] = functions
-        return self.backwards[roots]
+            self.backwards[key] = functions
+        return self.backwards[key]
 
 
 class _StepNode(torch.autograd.Function):
@@ -143,8 +175,11 @@ class _StepNode(torch.autograd.Function):
             if not keeps_graph():
                 ctx.others = None
                 ctx.maybe_clear_saved_tensors()
-            functions = of_form.backward(roots)
-            with operators_alone():
+            takers = of_form.program.takers
+            nodes = [ctx.next_functions[k + 1][0] for k in takers if of_form.like[k].requires_grad]
+            with of_form.on_its_mesh():
+                functions = of_form.backward(roots, all(map(reached, nodes)))
+            with of_form.on_its_mesh(), operators_alone():
                 got = functions.backward.run(given)
             for slot, grad in zip(functions.slots, got, strict=True):
                 found[slot] = grad
