@@ -48,12 +48,15 @@ class GPT(nn.Module):
         return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def trained(how: str, share: float, rate: float, microbatches: int = 1) -> dict[str, object]:
+def trained(
+    how: str, share: float, rate: float, microbatches: int = 1, as_a_step: bool = False
+) -> dict[str, object]:
     """Train by a plan that has a share of the fastest plan's memory; return what was found of it.
 
     Args:
         how: ``data``, ``tensor``, or ``stages``.
         rate: of the link, in bytes per second; copies are made by threads.
+        as_a_step: the program runs as an explicit step.
     """
     n, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
@@ -69,6 +72,8 @@ def trained(how: str, share: float, rate: float, microbatches: int = 1) -> dict[
     alone = copy.deepcopy(model)
     optimizer_alone = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     pm = autopar.parallelize(model, cluster=cluster, example_inputs=(tokens,), plan=plan)
+    if as_a_step:
+        pm.compile(backend="eager")
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2, foreach=False)
     losses, peaks, worst = [], [], 0.0
     with stand_in.slow_link(rate) as (out, back, trace):

@@ -6,6 +6,7 @@ reader there, with what it needs, down to what is kept.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -96,17 +97,18 @@ def _make_again(step: Step, is_made_again: Callable[[torch.fx.Node], bool]) -> N
 
 
 def _is_view(node: torch.fx.Node) -> bool:
-    """Check whether a node's result is always in the memory of its argument."""
-    target, val = node.target, node.meta["val"]
-    if not isinstance(target, OpOverload) or not isinstance(val, torch.Tensor) or target._schema.is_mutable:
-        return False
+    """Check whether a node's result, or each of its results, is always in the memory of its argument."""
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])  # type: ignore[arg-type]
+    target = node.target
     first = node.args[0] if node.args else None
-    if not isinstance(first, torch.fx.Node) or not isinstance(source := first.meta["val"], torch.Tensor):
+    if not isinstance(target, OpOverload) or target._schema.is_mutable or not isinstance(first, torch.fx.Node):
         return False
     if target is _aten.reshape.default:
         try:
-            source.view(val.shape)
+            first.meta["val"].view(node.meta["val"].shape)
         except (RuntimeError, ValueError):
             return False
         return True
-    return len(target._schema.returns) == 1 and target._schema.returns[0].alias_info is not None
+    returns = target._schema.returns
+    return bool(returns) and all(each.alias_info is not None for each in returns)

@@ -15,11 +15,12 @@ def bring_back(step: Step) -> None:
     """Let the backward read tensors that were given up from where they wait."""
     late = [n for n in step.graph.nodes if n.op == "call_function" and n.meta["late"]]
     place = {node: k for k, node in enumerate(late)}
-    for whole, left in step.given_up.items():
+    for whole, left in list(step.given_up.items()):
         readers = sorted((n for n in whole.users if n in place), key=place.__getitem__)
         ends = {*step.grads.values(), *step.results}
         if not readers or whole in ends:
             _forget(step, left)
+            del step.given_up[whole]
             continue
         back = _before(step, readers[0], come_back, (left,), whole.meta["val"])
         for reader in readers:
