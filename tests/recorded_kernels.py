@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed import Work
@@ -31,13 +32,22 @@ class RecordedKernels(TorchDispatchMode):
         if str(func) in READS:
             raise AssertionError(f"the host reads from the device in a recording: {func}")
         out = func(*args, **kwargs)
+        if func.overloadpacket is torch.ops.aten.set_:  # a name for memory that stays where it is
+            self.calls = [call for call in self.calls if call[3] is not args[0]]
+            return out
         self.calls.append((func, args, kwargs, out))
         return out
 
     def record(self, run: Callable[[], Any], warm: int) -> Any:
         for _ in range(warm):
             run()
-        with self:
+        grow = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+            """Memory that is given up in a recording stays where it is for the replays."""
+            return grow(storage, n_bytes) if n_bytes > storage.nbytes() else storage
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resize), self:
             return run()
 
     @torch.no_grad()

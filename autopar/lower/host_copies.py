@@ -122,10 +122,26 @@ class HostBuffers:
     def __init__(self) -> None:
         self.n_bytes = self._used = self._most = 0
         self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
+        self._noted: list[torch.Tensor] | None = None
         self._lock = threading.RLock()  # a graph that is collected while a buffer is taken gives its own ones back
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[list[torch.Tensor]]:
+        """Note the buffers that are taken in this scope, for one who goes on to use them after they were given back."""
+        before, self._noted = self._noted, []
+        try:
+            yield self._noted
+        finally:
+            self._noted = before
 
     def take(self, n_bytes: int, pinned: bool) -> torch.Tensor:
         """Return a buffer of bytes."""
+        buffer = self._take(n_bytes, pinned)
+        if self._noted is not None:
+            self._noted.append(buffer)
+        return buffer
+
+    def _take(self, n_bytes: int, pinned: bool) -> torch.Tensor:
         with self._lock:
             self._used += n_bytes
             self._most = max(self._most, self._used)

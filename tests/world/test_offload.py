@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import stand_in
 import torch
+from recorded_kernels import RecordedKernels
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -158,10 +159,12 @@ def test_buffers_are_used_again(case: Any) -> None:
     assert BUFFERS.n_bytes == before > 0
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradients_twice(case: Any) -> None:
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice(case: Any, as_a_step: bool = False) -> None:
     _, batch, _ = case
     pm = autopar.parallelize(net(), "data=1", batch[:1], loss_fn=nn.functional.mse_loss, targets=batch[1:],
                              plan=moved_plan(case))  # fmt: skip
+    if as_a_step:
+        pm.compile(backend="eager")
     loss = pm(*batch)
     loss.backward(retain_graph=True)
     once = [p.grad.clone() for p in pm.parameters()]
@@ -184,15 +187,28 @@ def test_a_graph_that_is_dropped_gives_its_buffers_back(case: Any) -> None:
     assert BUFFERS.n_bytes == before > 0
 
 
-def test_compiled_and_recorded_steps_refuse(case: Any) -> None:
+def test_a_graph_that_is_kept_as_a_step(case: Any) -> None:
+    test_a_graph_that_is_kept_gives_the_same_gradients_twice(case, as_a_step=True)
+
+
+def test_recorded_steps_refuse_hooks_and_take_operators(case: Any) -> None:
+    """A recording has the copies to the host and back, and no others use the buffers of a replay."""
     _, batch, _ = case
     pm = autopar.parallelize(net(), "data=1", batch[:1], loss_fn=nn.functional.mse_loss, targets=batch[1:],
                              plan=moved_plan(case))  # fmt: skip
-    with pytest.raises(RunError, match="offload"):
+    with pytest.raises(RunError, match=r"pm.compile\(backend='eager'\)"):
         autopar.GraphedStep(pm, *batch)
-    with pytest.raises((PlanError, RunError), match="compile"):
-        pm.compile()
-        pm(*batch)
+    loss = pm.train_step(*batch)
+    gradients = [p.grad.clone() for p in pm.parameters()]
+    pm.compile(backend="eager")
+    step = autopar.GraphedStep(pm, *batch, recorder=RecordedKernels())
+    assert step.host_buffers
+    for _ in range(2):
+        pm.zero_grad()
+        assert step(*batch).item() == loss.item()
+        assert all(torch.equal(a, p.grad) for a, p in zip(gradients, pm.parameters(), strict=True))
+        for buffer in step.host_buffers:
+            buffer.zero_()
 
 
 def test_blocks_that_are_recomputed_keep_no_others_from_moving(case: Any) -> None:

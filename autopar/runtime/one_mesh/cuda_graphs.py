@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from autopar.errors import RunError
+from autopar.lower.host_copies import BUFFERS
 from autopar.lower.steps.nodes import calls_outside
 from autopar.plans.memory_decisions import OFFLOAD
 from autopar.rules.families.sharded_random import seed_at
@@ -114,7 +115,8 @@ class GraphedStep:
 
         self.run.seeds.recorded = self._seed
         try:
-            loss = self.recorder.record(run, WARM_STEPS)
+            with BUFFERS.noted() as self.host_buffers:  # replays copy to them and from them
+                loss = self.recorder.record(run, WARM_STEPS)
             gradients = [param.grad for param in self.params]
         finally:
             self.run.seeds.recorded, compared.every = None, every
@@ -210,10 +212,11 @@ def recordable(run: ParallelRun, call: ModuleCall, recorder: StepRecorder | None
     if run.inference:
         raise RunError(f"train_step: {FORWARD_ALONE}")
     stage = run.stage
-    if stage.plan.memory.get(OFFLOAD):
+    if stage.plan.memory.get(OFFLOAD) and stage.compile_args is None:
         raise RunError(
-            "a step whose plan moves results to the memory of the host (offload) is not recorded as a CUDA graph: "
-            "their copies begin and end in hooks of the backward. Call pm.train_step, or plan with offload='none'"
+            "a step whose plan moves results to the memory of the host (offload) is not recorded as a CUDA graph as it "
+            "is: their copies begin and end in hooks of the backward. Call pm.compile() first, or "
+            "pm.compile(backend='eager') for a step without a compiler: there they are operators like others"
         )
     if run.seeds.mode == "torch" and stage.draws:
         raise RunError(
