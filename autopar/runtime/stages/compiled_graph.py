@@ -101,7 +101,7 @@ class CompiledGraph:
         for place, ((_, shape, stride, dtype, device), x) in enumerate(zip(self.inputs, inputs, strict=True)):
             if (
                 not isinstance(x, torch.Tensor) or x.stride() != stride or x.shape != shape or x.dtype is not dtype
-                or x.device != device or x.is_neg() or x.is_conj()
+                or x.device != device or x.is_neg() or (dtype.is_complex and x.is_conj())
             ):  # fmt: skip
                 expected = self.inputs[place]
                 if said := expected.differs(x):
