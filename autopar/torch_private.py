@@ -123,6 +123,9 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing as fx_traces
 from torch.fx.experimental.proxy_tensor import _AttrProxy as AttributeProxy
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer as ModuleStackTracer
 
+# Code of a graph that takes a list of its inputs and empties it, so that each one is freed after its last use.
+from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+
 # Names of a graph's nodes, as fx gives them.
 from torch.fx.graph import _Namespace as Namespace
 
@@ -470,6 +473,21 @@ def backend_named(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return backend, others
 
 
+def takes_a_list(module: torch.fx.GraphModule) -> torch.nn.Module:
+    """Wrap a graph so that what AOTAutograd makes of it takes a list of its inputs, and empties it."""
+    return importlib.import_module("torch._dynamo.utils").GmWrapper(module, list)  # type: ignore[no-any-return]
+
+
+def unwrapped(function: Any) -> Any:
+    """Return what ``torch.compiler.disable`` and the like have wrapped; other functions as they are."""
+    return importlib.import_module("torch._dynamo.eval_frame").innermost_fn(function)
+
+
+def inductor_settings(settings: Mapping[str, object]) -> contextlib.AbstractContextManager[object]:
+    """Change settings of inductor in this scope; those of a backend's own options count more."""
+    return importlib.import_module("torch._inductor.config").patch(dict(settings))  # type: ignore[no-any-return]
+
+
 def fake_store() -> dist.Store:
     """Return the store of a process group that sends nothing, for worlds of one process."""
     return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
@@ -624,7 +642,8 @@ __all__ = [
     "MUON", "MUON_RATE", "OPEN_STORE", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES",
     "ORTHOGONALIZE", "PLAIN_BESIDE_DTENSOR",
     "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK", "TORCH", "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR",
-    "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
+    "AttributeProxy", "BackwardHookFunction", "BoxedCodeGen", "DTensorSpec", "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
     "StorageInfo", "TensorMeta", "TorchDispatchMode", "all_gather_single", "allow_plain_tensors", "arguments_of_to",
@@ -633,9 +652,10 @@ __all__ = [
     "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
     "functional_collectives", "functorch_apis", "functorch_is_active", "functorch_transforms", "fx_traces",
     "generate_redistribute_costs", "group_names", "group_of_axis", "grouped_product", "has_kernel", "has_other_groups",
+    "inductor_settings",
     "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "is_transformed", "keeps_graph",
     "lazy_graph_modules", "local_tensor_mode", "make_wrapper_subclass", "module_at", "modules_found_by_name",
     "no_dispatch_modes", "options_of_compiler", "places_in_masks", "plainly", "preserve_version_counter", "pytree",
-    "reached", "return_and_correct_aliasing", "safe_softmax", "scripted_functions_run_in_python", "timeout_of_world",
-    "top_saved_tensors_hooks", "unset_fake_temporarily",
+    "reached", "return_and_correct_aliasing", "safe_softmax", "scripted_functions_run_in_python", "takes_a_list",
+    "timeout_of_world", "top_saved_tensors_hooks", "unset_fake_temporarily", "unwrapped",
 ]  # fmt: skip

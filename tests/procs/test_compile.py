@@ -16,6 +16,7 @@ from procs.compiled import (
     of_all,
 )
 from procs.compiled_features import features
+from procs.compiled_graphs import compiled_on_ranks
 from procs.compiled_models import AGAIN, compiled_models
 from procs.compiled_models import CUTS as OF_MODELS
 
@@ -111,3 +112,12 @@ def test_models_are_one_graph_of_inductors(name: str, cut: str):
     for found in run_local(compiled_models, 2, [name], cut, timeout=900):
         worst, broken, graphs = found[name]
         assert worst < 1e-4 and not broken and graphs == (1 if cut == "stages" else 2)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_collectives_of_graphs(backend: str):
+    """They come in the order of the graph, on all ranks, with what is to overlap between them and the waits."""
+    for rank, programs in enumerate(run_local(compiled_on_ranks, 2, backend, timeout=500)):
+        for equal, of_graph, of_code in programs:
+            assert equal, rank
+            assert backend != "inductor" or of_code == of_graph, (rank, of_code, of_graph)

@@ -9,5 +9,6 @@
 :mod:`.branch_checks`   whether branches on data would go the ways that the program follows; :mod:`.async_host_reads`:
                         numbers that the host reads when they have come
 :mod:`.compiled`        programs under torch.compile; :mod:`.compiled_order`: their collectives, alike on all ranks
+:mod:`.graph_compiler`  graphs of operators by a backend of torch.compile; :mod:`.compiled_graph`: their calls
 ======================= ================================================================================================
 """
