@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+
 from autopar.errors import RunError
 from autopar.lower.freed_tensors import EMPTIED, Freed, on_host
 from autopar.lower.host_copies import BUFFERS, Copy, bytes_of, copier

@@ -34,7 +34,6 @@ from autopar.lower.steps.adjoints import Adjoint, adjoint_of
 from autopar.lower.steps.nodes import (
     BRANCHES,
     OPENED,
-    Opened,
     chosen,
     end_forward,
     filled,
@@ -192,7 +191,7 @@ class _Builder:
         node.meta.update(val=val, late=self.late, call=self.call_name, segment=self.segment, guard=self.guard)
         return node
 
-    def _call(self, node: torch.fx.Node, reached: set[int] | None) -> Any:  # noqa: C901  (a case for each kind)
+    def _call(self, node: torch.fx.Node, reached: set[int] | None) -> Any:
         target: Any = node.target
         if target is length_of:
             return length_of(*node.args)
@@ -260,7 +259,8 @@ class _Builder:
         else:
             self._inline(adjoint.forward, env)
             outs = [env[x] for x in adjoint.outs]
-        results = [Value(out, fake, k in adjoint.asked) for k, (out, fake) in enumerate(zip(outs, adjoint.fakes, strict=True))]
+        pairs = enumerate(zip(outs, adjoint.fakes, strict=True))
+        results = [Value(out, fake, k in adjoint.asked) for k, (out, fake) in pairs]
         self.calls.append(_Call(self.call_name, self.segment, leaves, results, adjoint, env))
         return _unflattened(results, adjoint.results, adjoint.spec)
 

@@ -56,7 +56,7 @@ def calls_outside(program: Program, recorded: bool = False) -> list[str]:
 
 
 class Opened:
-    """What a call under autograd gives to the next one: an object with autograd's graph in it, and the leaves of that."""
+    """What a call under autograd gives to the next one: an object with autograd's graph in it, and its leaves."""
 
     def __init__(self, inside: Any, leaves: list[torch.Tensor]) -> None:
         self.inside, self.leaves = inside, leaves

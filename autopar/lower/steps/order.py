@@ -94,7 +94,8 @@ def _brought_into_form(start: torch.fx.Node, place: dict[torch.fx.Node, int]) ->
     todo = [start]
     while todo:
         for x in todo.pop().all_input_nodes:
-            if x in place and x not in moved and x.target in _LIGHT and not x.meta["guard"] and moved.issuperset(x.users):
+            is_light = x in place and x.target in _LIGHT and not x.meta["guard"]
+            if is_light and x not in moved and moved.issuperset(x.users):
                 moved.add(x)
                 todo.append(x)
     return sorted(moved, key=place.__getitem__)

@@ -14,19 +14,16 @@ from typing import Any
 import torch
 
 from autopar.errors import RunError
-from autopar.lower.steps.nodes import calls_outside
 from autopar.lower.program import Program
 from autopar.lower.steps.handing_over import Take
+from autopar.lower.steps.nodes import calls_outside
 from autopar.runtime.parameters.narrow_gathers import agree
 from autopar.runtime.parameters.redistribution import apply
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.stages.compiled_order import OneOrder
-from autopar.runtime.stages.graph_compiler import compile_graph
+from autopar.runtime.stages.graph_compiler import CompileArguments, compile_graph
 from autopar.runtime.stages.step_program import Gather, StepProgram
 from autopar.words.trees import Context
-
-CompileArguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of ``torch.compile``."""
 
 
 class _Gathered(torch.autograd.Function):

@@ -21,7 +21,6 @@ import torch.fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.errors import RunError
-from autopar.runtime.stages.compiled import CompileArguments
 from autopar.runtime.stages.compiled_graph import Boxed, CompiledGraph, Expected
 from autopar.torch_private import (
     AOT_COMPILE,
@@ -35,6 +34,8 @@ from autopar.torch_private import (
 from autopar.words.autocasting import without_autocast
 from autopar.words.trees import PyTree
 
+CompileArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of ``torch.compile``."""
 SETTINGS = {"reorder_for_locality": False, "freezing": False}
 """Settings of inductor for any graph, unless the caller's options say otherwise: as for a model that is trained, which
 has none of these passes."""

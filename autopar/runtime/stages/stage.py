@@ -34,8 +34,9 @@ from autopar.runtime.ranks.devices import device_of
 from autopar.runtime.ranks.streams import StepStream
 from autopar.runtime.stages.branch_checks import WaysTaken
 from autopar.runtime.stages.buffer_versions import outliving
-from autopar.runtime.stages.compiled import CompileArguments, compiled
+from autopar.runtime.stages.compiled import compiled
 from autopar.runtime.stages.compiled_order import OneOrder
+from autopar.runtime.stages.graph_compiler import CompileArguments
 from autopar.runtime.stages.home import Home
 from autopar.words.autocasting import without_autocast
 from autopar.words.graph import Graph, Node

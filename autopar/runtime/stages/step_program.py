@@ -41,7 +41,7 @@ AGAIN = (
 
 
 class StepProgram:
-    """A program that runs as a step; called with the stored pieces of parameters that it gathers itself, then its slots.
+    """A program that runs as a step, called with the pieces of the parameters that it gathers itself, then its slots.
 
     Args:
         gathers: by parameter, what gathers it for each use.

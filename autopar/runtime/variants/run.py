@@ -27,7 +27,8 @@ from autopar.runtime.batches.same_batch import Calls
 from autopar.runtime.parameters.user_module import PLACE
 from autopar.runtime.ranks.collective_log import CollectiveLog
 from autopar.runtime.ranks.groups import Groups
-from autopar.runtime.stages.compiled import CompileArguments, check_compiled
+from autopar.runtime.stages.compiled import check_compiled
+from autopar.runtime.stages.graph_compiler import CompileArguments
 from autopar.runtime.stages.stage import Stage
 from autopar.runtime.variants.buckets import Buckets
 from autopar.runtime.variants.module_modes import Training
