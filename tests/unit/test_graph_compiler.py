@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from autopar.errors import RunError
 from autopar.runtime.stages.compiled_graph import CompiledGraph, Expected
 from autopar.runtime.stages.graph_compiler import compile_graph
-from autopar.torch_private import FakeTensorMode
+from autopar.torch_private import TORCH, FakeTensorMode
 
 aten = torch.ops.aten
 KERNELS = pytest.param("inductor", marks=pytest.mark.slow)
@@ -114,6 +114,8 @@ LOSSES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], tuple[torch.Te
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_gradients(name: str, backend: Any) -> None:
+    if name == "block" and backend == "inductor" and TORCH < (2, 12):
+        pytest.skip("inductor of torch 2.11 fails on attention of float64, in torch.compile too")
     loss, inputs = LOSSES[name]
     given = inputs()
     check(with_gradients(loss, *given), backend, given)
