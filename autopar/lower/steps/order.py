@@ -38,9 +38,28 @@ def is_wait(node: torch.fx.Node) -> bool:
 
 def overlapped(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
     """Return nodes in an order in which collectives overlap what need not wait for them."""
-    if not any(map(is_start, nodes)):
-        return list(nodes)
-    return _with_early_starts(_with_late_waits(nodes))
+    order = _with_results_at_once(nodes)
+    return _with_early_starts(_with_late_waits(order)) if any(map(is_start, order)) else order
+
+
+def _with_results_at_once(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+    """Take the results of an operator apart behind it, so that each is freed after its own last use."""
+    present = set(nodes)
+    parts: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    for node in nodes:
+        if node.target is operator.getitem and node.args[0] in present:
+            parts.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+    taken = {part for of_node in parts.values() for part in of_node}
+    order: list[torch.fx.Node] = []
+    for node in nodes:
+        if node not in taken:
+            todo = [node]
+            while todo:
+                order.append(todo.pop())
+                todo.extend(reversed(parts.get(order[-1], ())))
+    for part in taken:
+        part.meta["guard"] = part.args[0].meta["guard"]  # type: ignore[union-attr]
+    return order
 
 
 def _with_late_waits(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
