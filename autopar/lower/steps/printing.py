@@ -231,10 +231,11 @@ def _compiled(nodes: Sequence[torch.fx.Node], results: Sequence[Any], compiler: 
     order: list[torch.fx.Node] = []
     run: list[torch.fx.Node] = []
     kept = {x for x in results if isinstance(x, torch.fx.Node)}
+    present = set(nodes)
 
     def close() -> None:
         if any(map(_is_for_compilers, run)):
-            order.extend(_as_one(run, kept, compiler))
+            order.extend(_as_one(run, kept, present, compiler))
         else:
             order.extend(run)
         run.clear()
@@ -254,12 +255,12 @@ def _is_for_compilers(node: torch.fx.Node) -> bool:
 
 
 def _as_one(
-    run: Sequence[torch.fx.Node], kept: Collection[torch.fx.Node], compiler: Compiler
+    run: Sequence[torch.fx.Node], kept: set[torch.fx.Node], present: set[torch.fx.Node], compiler: Compiler
 ) -> list[torch.fx.Node]:
     """Return a node that calls the compiled graph of a run, and its nodes that others read, which take their value."""
     inside = set(run)
     inputs = list(dict.fromkeys(x for node in run for x in node.all_input_nodes if x not in inside))
-    outs = [n for n in run if any(user not in inside for user in n.users) or n in kept]
+    outs = [n for n in run if n in kept or not present.intersection(n.users) <= inside]
     graph = torch.fx.Graph()
     env: dict[torch.fx.Node, torch.fx.Node] = {}
     for x in inputs:
