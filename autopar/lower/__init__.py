@@ -8,7 +8,7 @@
 :mod:`.regather`              copies that are regathered there; :mod:`.freed_tensors`: memory that is freed until then
 :mod:`.offloaded`             results that wait in the memory of the host; :mod:`.host_copies`: copies beside compute
 :mod:`.overlapped_reductions` sums of gradients that overlap the computation of a weight's gradient
-:mod:`.compilable`            the program for torch.compile: one graph, forward and backward
+:mod:`.steps`                 forward and backward of a program as one explicit graph, for compilers and recordings
 :mod:`.typecheck`             a check of programs by the type checker of ``spmd_types``
 ============================= =========================================================================================
 

@@ -3,7 +3,7 @@
 =================== ===================================================================================================
 :mod:`.graph`       the computation of a model: operators and tensors, nothing about devices
 :mod:`.precision`   number formats of a run; :mod:`.narrow_products`: formats of 8 and 4 bits for products;
-                    :mod:`.autocasting`: the state of ``torch.autocast``
+                    :mod:`.autocasting`: the state of ``torch.autocast``; :mod:`.tracing`: records for a compiler
 :mod:`.meshes`      devices in row-major order of axes that have names
 :mod:`.placements`  the layout of one tensor on each axis of a mesh
 :mod:`.shards`      the part of a tensor that each rank has in such a state

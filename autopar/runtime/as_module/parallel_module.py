@@ -145,9 +145,12 @@ class ParallelModule(Derived):
     def compile(self, *args: PyTree, **kwargs: PyTree) -> None:
         """Compile the program with ``torch.compile(program, *args, **kwargs)``, as ``nn.Module.compile`` does.
 
-        In a pipeline these are the programs of this rank's stages. A program is one graph, forward and backward, with
-        functional collectives (:mod:`autopar.lower.compilable`). Gathers of parameters once a step, reductions of
-        their gradients and messages between stages stay outside.
+        In a pipeline these are the programs of this rank's stages. A program becomes an explicit step, forward and
+        backward, with functional collectives (:mod:`autopar.lower.steps`), and the compiler gets its operators. What
+        the plan decides about memory holds: what is recomputed, gathered again or moved to the host. Reductions of
+        gradients begin while the backward goes on; gathers of parameters once a step and messages between stages stay
+        outside. With ``backend="eager"`` the step is Python that calls the operators one by one: the same numbers in
+        less time of the host, without a compiler.
         Programs that are captured later, for other calls or values, are compiled like the first one. A
         ``torch.compile(pm)`` that is called does the same with its options, as one of a function that calls ``pm``.
 

@@ -9,6 +9,7 @@
 :mod:`.branch_checks`   whether branches on data would go the ways that the program follows; :mod:`.async_host_reads`:
                         numbers that the host reads when they have come
 :mod:`.compiled`        programs under torch.compile; :mod:`.compiled_order`: their collectives, alike on all ranks
+:mod:`.step_program`    a program as an explicit step, which is one node of autograd's graph
 :mod:`.graph_compiler`  graphs of operators by a backend of torch.compile; :mod:`.compiled_graph`: their calls
 ======================= ================================================================================================
 """
