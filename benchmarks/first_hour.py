@@ -84,7 +84,7 @@ def rows(n: int, device: str, quick: bool, output: Path) -> Iterator[PlanRequest
         return PlanRequest(f"program on 2x2, {name}", program, (name, device, quick, layers, plans), 60.0)
 
     yield PlanRequest("rules on the device", rules, (device, quick), 120.0)
-    yield step("GPT-2", "eager", "autopar", "compile")
+    yield step("GPT-2", "eager", "autopar", "compile", "step", "compiled", *(["recorded"] if device != "cpu" else []))
     yield step("Llama-1B", "eager", "autopar")
     yield step("GPT-2", "eager", "autopar", dropout=0.1)
     yield whole("GPT-2", 2)
@@ -120,7 +120,7 @@ def rows(n: int, device: str, quick: bool, output: Path) -> Iterator[PlanRequest
         yield whole("T5-large", 1)
         yield whole("Mixtral-like", 1)
         yield ranks("one compiled graph", "compiled", limit=90.0)
-        yield step("Llama-1B", "eager", "compile", limit=120.0)
+        yield step("Llama-1B", "eager", "compile", "step", "compiled", "recorded", limit=240.0)
     yield ranks("memory, best plan", "memory", {})
     yield ranks("a small training", "training")
     if n > 1 and not quick:

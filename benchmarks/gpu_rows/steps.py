@@ -19,13 +19,30 @@ from gpu_rows.table import Result
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "bf16-mixed": torch.float32, "float64": torch.float64}
 
 
+OURS = ("autopar", "step", "compiled", "recorded")
+"""Ways of a parallel module: as it is; as an explicit step; that compiled; and recorded as a CUDA graph."""
+
+
 def _loss(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.loss
 
 
-def _stepper(run: Any, batch: dict[str, torch.Tensor], autocast: bool, device: str) -> Callable[[], None]:
+def _stepper(
+    run: Any, batch: dict[str, torch.Tensor], autocast: bool, device: str, recorded: bool = False
+) -> Callable[[], None]:
+    import autopar
+
     on_gpu = device != "cpu"
     optimizer = torch.optim.AdamW(run.parameters(), lr=1e-5, **({"fused": True} if on_gpu else {"foreach": True}))
+    if recorded:
+        forward_and_backward = autopar.GraphedStep(run, **batch)
+
+        def replay() -> None:
+            forward_and_backward(**batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return replay
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16) if autocast else contextlib.nullcontext():
@@ -77,16 +94,20 @@ def _measure(name: str, way: str, precision: str, device: str, quick: bool, opti
     numbers: dict[str, Any] = {"way": way, "precision": precision, "left_before": before}
     began = time.perf_counter()
     graph, run, autocast = None, model, precision == "bf16-mixed"
-    if way == "autopar":
+    if way in OURS:
         run = autopar.parallelize(model, 1, batch, precision="bf16-mixed" if autocast else None)
         autocast = False
         graph = run._autopar.captured.graph
         numbers |= {"predicted_seconds": run.plan.seconds, "predicted_bytes": run.plan.memory_bytes,
                     "predicted_state": run.plan.only().price.stored_bytes, "cluster": run.plan.cluster}  # fmt: skip
+        if way in ("step", "recorded"):
+            run.compile(backend="eager")
+        elif way == "compiled":
+            run.compile()
         del model
     elif way == "compile":
         run = torch.compile(model)
-    step = _stepper(run, batch, autocast, device)
+    step = _stepper(run, batch, autocast, device, way == "recorded")
     step()
     numbers["seconds_until_first_step"] = time.perf_counter() - began
     if on_gpu:
@@ -96,7 +117,7 @@ def _measure(name: str, way: str, precision: str, device: str, quick: bool, opti
         torch.cuda.reset_peak_memory_stats()
     numbers |= _timed(step, device, 4 if quick else 10)
     numbers |= _peak(device)
-    if way != "compile":
+    if way in ("eager", "autopar"):
         kinds, longest = measured(step, device)
         numbers |= {"kinds": kinds, "longest": longest, "device_seconds": sum(kinds.values())}
         if graph is not None:
@@ -116,7 +137,7 @@ def steps(
             except Exception as error:
                 first = (str(error).splitlines() or [""])[0][:200]
                 rows[way] = {"error": f"{type(error).__name__}: {first}"}
-            if way == "compile":
+            if way in ("compile", "compiled"):
                 torch.compiler.reset()
     said = ", ".join(_said(way, row, rows.get("eager", {})) for way, row in rows.items())
     ok = False if "error" in rows.get("autopar", {}) else None
