@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.lower.steps.adjoints import writes_to_argument
+from autopar.lower.steps.adjoints import acts
 from autopar.lower.steps.building import Step
 from autopar.lower.steps.nodes import be_done, begin_backward, end_forward, leave, run_under_autograd
 from autopar.lower.steps.order import is_start, overlapped
@@ -220,7 +220,7 @@ def _needed(ends: Iterable[torch.fx.Node], computed: Collection[torch.fx.Node]) 
 def _is_pure(node: torch.fx.Node) -> bool:
     target = node.target
     if isinstance(target, OpOverload):
-        return not writes_to_argument(node)
+        return not acts(node)
     return "hands_over" not in node.meta and target not in (leave, end_forward, begin_backward, be_done) and (
         target is not run_under_autograd or node.meta["late"]
     )
