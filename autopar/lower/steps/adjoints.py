@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -145,6 +146,7 @@ def _divide(graph: torch.fx.Graph, adjoint: Adjoint, is_operator: bool) -> None:
     needed = _leading_to([*adjoint.outs, *wanted, *acting])
     computed = [n for n in graph.nodes if n.op == "call_function" and n in needed]
     early = _leading_to([*adjoint.outs, *(n for n in acting if _leading_to([n]).isdisjoint(adjoint.arriving))])
+    early |= _before_last_write(graph, adjoint)
     early |= {n for n in computed if n.target is operator.getitem and n.args[0] in early}
     late = {n for n in computed if n not in early}
     todo = [x for n in late for x in n.all_input_nodes] + wanted
@@ -161,6 +163,13 @@ def _divide(graph: torch.fx.Graph, adjoint: Adjoint, is_operator: bool) -> None:
     adjoint.composite = is_operator and saved <= known
     if adjoint.composite:
         adjoint.forward = []
+
+
+def _before_last_write(graph: torch.fx.Graph, adjoint: Adjoint) -> set[torch.fx.Node]:
+    """Return what ran in the forward before it last wrote to its own memory, such as a copy of what is overwritten."""
+    ran = list(takewhile(lambda n: n not in adjoint.arriving, graph.nodes))
+    last = max((k for k, n in enumerate(ran) if n.op == "call_function" and writes_to_argument(n)), default=0)
+    return set(ran[:last])
 
 
 def writes_to_argument(node: torch.fx.Node) -> bool:
