@@ -61,7 +61,7 @@ def _between(node: torch.fx.Node, source: torch.fx.Node | None) -> set[torch.fx.
 def _make_again(step: Step, is_made_again: Callable[[torch.fx.Node], bool]) -> None:
     """Copy nodes of the forward to where the backward first reads them."""
     candidates = {n for n in step.graph.nodes if n.op == "call_function" and not n.meta["late"] and is_made_again(n)}
-    of_call: dict[str, list[torch.fx.Node]] = {}  # of calls that write to tensors of their own, or are for other ranks, too: these run as a whole
+    of_call: dict[str, list[torch.fx.Node]] = {}  # of calls that act, which run as a whole
     for node in step.graph.nodes:
         if node in candidates:
             of_call.setdefault(node.meta["call"], []).append(node)

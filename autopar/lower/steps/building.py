@@ -51,7 +51,7 @@ from autopar.lower.steps.nodes import (
 from autopar.lower.steps.recording import NotRecordable
 from autopar.rules.families.branch import BY_NUMBER
 from autopar.rules.lowering_helpers.local_shard import length_of
-from autopar.torch_private import FakeTensorMode, OpOverload, no_dispatch_modes, pytree
+from autopar.torch_private import DATA_DEPENDENT, FakeTensorMode, OpOverload, no_dispatch_modes, pytree
 from autopar.words.tracing import traced_for_a_compiler
 
 _aten = torch.ops.aten
@@ -252,7 +252,7 @@ class _Builder:
             try:
                 fakes = [x.fake for x in leaves]
                 self.adjoints[key] = adjoint_of(run, fakes, wants, numbers, isinstance(target, OpOverload))
-            except NotRecordable:
+            except (NotRecordable, *DATA_DEPENDENT):
                 self.adjoints[key] = None
         adjoint = self.adjoints[key]
         if adjoint is None:

@@ -199,7 +199,8 @@ class StepFunctions:
             by_name = {n.name: n for n in outside}
             missing = {n.name for n in kept} - set(saved)
             assert not missing, f"a backward reads {sorted(missing)}, which the forward does not save"
-            self.saved, kept = list(saved), [by_name[name] for name in saved]
+            unread = {name: step.graph.placeholder(name) for name in saved if name not in by_name}
+            self.saved, kept = list(saved), [by_name.get(name) or unread[name] for name in saved]
         grads = list(step.grads.values())
         order = late if compiler is None else _compiled(late, grads, compiler)
         self.backward = printed("backward", [*kept, *step.arriving.values()], order, grads, step.constants)

@@ -468,9 +468,9 @@ def _check_transformed(pm: ParallelModule, call: PyTree) -> None:
     if any(map(is_transformed, pm.parameters())) or (takes_none and any(map(is_transformed, given))):
         raise RunError(
             "a parallel module was called within torch.func (vmap, grad, jvp, jacrev), which its program cannot be: "
-            "its parameters and collectives are this rank's, and compile() fixes its operators. Call it on the whole batch and backward() or "
-            "torch.autograd.grad, use torch.func in the model's forward or in loss_fn=, or with a copy of the model "
-            "made before parallelize"
+            "its parameters and collectives are this rank's, and compile() fixes its operators. Call it on the whole "
+            "batch and backward() or torch.autograd.grad, use torch.func in the model's forward or in loss_fn=, or "
+            "with a copy of the model made before parallelize"
         )
 
 
