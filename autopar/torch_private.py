@@ -80,7 +80,13 @@ from torch._ops import OpOverload, OpOverloadPacket
 # --- fake tensors, modes and subclasses ------------------------------------------------------------------------------
 # Tensors with shapes and without values, on which programs run to be checked and counted.
 # Inside, tensors that are made are real: values of constants are looked at while a trace is on.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 # Regathering a tensor that autograd saved must not count as a change of it: the values are the same.
 from torch.autograd import _unsafe_preserve_version_counter as preserve_version_counter
@@ -259,6 +265,10 @@ def autograd_again() -> Iterator[None]:
 def direct_call(target: Any) -> Callable[..., Any]:
     """Return the shortest way from Python to an operator, without what ``OpOverload`` does for modes and subclasses."""
     return target._op if isinstance(target, OpOverload) else target  # type: ignore[no-any-return]
+
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised by an operator on tensors without values that gives a number or a shape that depends on values."""
 
 
 data_of_tensors: Any = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"]
@@ -640,6 +650,7 @@ __all__ = [
     "AOT_COMPILE",
     "CHECK",
     "CHECKPOINT",
+    "DATA_DEPENDENT",
     "DTENSOR_HANDLERS",
     "DTENSOR_REDUCED_DIMS",
     "DTENSOR_RESULT",

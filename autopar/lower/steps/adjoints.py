@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -141,10 +142,11 @@ def _leading_to(ends: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
 def _divide(graph: torch.fx.Graph, adjoint: Adjoint, is_operator: bool) -> None:
     """Say which operators are forward and which are backward."""
     wanted = [x for x in adjoint.grads if x is not None]
-    writes = [n for n in graph.nodes if n.op == "call_function" and writes_to_argument(n)]
-    needed = _leading_to([*adjoint.outs, *wanted, *writes])
+    acting = [n for n in graph.nodes if n.op == "call_function" and acts(n)]
+    needed = _leading_to([*adjoint.outs, *wanted, *acting])
     computed = [n for n in graph.nodes if n.op == "call_function" and n in needed]
-    early = _leading_to([*adjoint.outs, *(n for n in writes if _leading_to([n]).isdisjoint(adjoint.arriving))])
+    early = _leading_to([*adjoint.outs, *(n for n in acting if _leading_to([n]).isdisjoint(adjoint.arriving))])
+    early |= _before_last_write(graph, adjoint)
     early |= {n for n in computed if n.target is operator.getitem and n.args[0] in early}
     late = {n for n in computed if n not in early}
     todo = [x for n in late for x in n.all_input_nodes] + wanted
@@ -163,7 +165,28 @@ def _divide(graph: torch.fx.Graph, adjoint: Adjoint, is_operator: bool) -> None:
         adjoint.forward = []
 
 
+def _before_last_write(graph: torch.fx.Graph, adjoint: Adjoint) -> set[torch.fx.Node]:
+    """Return what ran in the forward before it last wrote to its own memory, such as a copy of what is overwritten."""
+    ran = list(takewhile(lambda n: n not in adjoint.arriving, graph.nodes))
+    last = max((k for k, n in enumerate(ran) if n.op == "call_function" and writes_to_argument(n)), default=0)
+    return set(ran[:last])
+
+
 def writes_to_argument(node: torch.fx.Node) -> bool:
     """Check whether an operator writes to an argument, or does something that nobody reads."""
     target = node.target
     return isinstance(target, OpOverload) and (target._schema.is_mutable or not target._schema.returns)
+
+
+def communicates(node: torch.fx.Node) -> bool:
+    """Check whether an operator begins a collective or waits for one."""
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def acts(node: torch.fx.Node) -> bool:
+    """Check whether an operator is to run though nobody may read its result.
+
+    So are collectives, since other ranks may read theirs: in a ring that is causal, the first rank reads nothing of
+    what it receives.
+    """
+    return writes_to_argument(node) or communicates(node)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.lower.steps.adjoints import writes_to_argument
+from autopar.lower.steps.adjoints import acts
 from autopar.lower.steps.building import Step
 from autopar.torch_private import OpOverload
 
@@ -61,11 +61,11 @@ def _between(node: torch.fx.Node, source: torch.fx.Node | None) -> set[torch.fx.
 def _make_again(step: Step, is_made_again: Callable[[torch.fx.Node], bool]) -> None:
     """Copy nodes of the forward to where the backward first reads them."""
     candidates = {n for n in step.graph.nodes if n.op == "call_function" and not n.meta["late"] and is_made_again(n)}
-    of_call: dict[str, list[torch.fx.Node]] = {}  # of calls that write to tensors of their own: these run as a whole
+    of_call: dict[str, list[torch.fx.Node]] = {}  # of calls that act, which run as a whole
     for node in step.graph.nodes:
         if node in candidates:
             of_call.setdefault(node.meta["call"], []).append(node)
-    of_call = {name: nodes for name, nodes in of_call.items() if any(map(writes_to_argument, nodes))}
+    of_call = {name: nodes for name, nodes in of_call.items() if any(map(acts, nodes))}
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
 
     def emit(target: Any, args: Any, kwargs: Any, like: torch.fx.Node, reader: torch.fx.Node) -> torch.fx.Node:

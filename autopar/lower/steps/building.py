@@ -18,13 +18,16 @@ for the passes; the calls that do it today under autograd are left out.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx
+from torch.autograd import set_detect_anomaly
+from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.lower.freed_tensors import backwards_of, give_up
 from autopar.lower.offloaded import settle
@@ -48,7 +51,7 @@ from autopar.lower.steps.nodes import (
 from autopar.lower.steps.recording import NotRecordable
 from autopar.rules.families.branch import BY_NUMBER
 from autopar.rules.lowering_helpers.local_shard import length_of
-from autopar.torch_private import FakeTensorMode, OpOverload, pytree
+from autopar.torch_private import DATA_DEPENDENT, FakeTensorMode, OpOverload, no_dispatch_modes, pytree
 from autopar.words.tracing import traced_for_a_compiler
 
 _aten = torch.ops.aten
@@ -137,8 +140,15 @@ def build(
         adjoints: those that are known already; new ones are added.
         roots: numbers of the outputs to which gradients come; None for all that want one.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), traced_for_a_compiler():
+    with _unseen_by_the_caller(), FakeTensorMode(allow_non_fake_inputs=True), traced_for_a_compiler():
         return _Builder(module, n_outputs, adjoints, roots).build(values)
+
+
+@contextlib.contextmanager
+def _unseen_by_the_caller() -> Iterator[None]:
+    """Enclose operators on tensors without values: they are not for the caller's modes, hooks and checks for NaN."""
+    with no_dispatch_modes(), saved_tensors_hooks(lambda x: x, lambda x: x), set_detect_anomaly(False):
+        yield
 
 
 class _Builder:
@@ -242,7 +252,7 @@ class _Builder:
             try:
                 fakes = [x.fake for x in leaves]
                 self.adjoints[key] = adjoint_of(run, fakes, wants, numbers, isinstance(target, OpOverload))
-            except NotRecordable:
+            except (NotRecordable, *DATA_DEPENDENT):
                 self.adjoints[key] = None
         adjoint = self.adjoints[key]
         if adjoint is None:

@@ -76,7 +76,7 @@ class Tape:
             with autograd_again(), torch.no_grad():
                 given = node.apply(grads[0])
             given = given if isinstance(given, tuple) else (given,)
-            return tuple(None if k is None else given[k] for k in places)
+            return tuple(None if k is None else _fitting(given[k], x) for k, x in zip(places, self.leaves, strict=True))
         pairs = [(x, g) for x, g in zip(self.results, grads, strict=True) if x.requires_grad and g is not None]
         wanted = [x for x in self.leaves if x.requires_grad]
         got: Sequence[Any] = [None] * len(wanted)
@@ -99,14 +99,21 @@ def _one_node(
     if not isinstance(node, BackwardCFunction) or results[0]._backward_hooks:
         return None
     places: list[int | None] = [None] * len(leaves)
-    for k, (before, _) in enumerate(node.next_functions):
-        if before is None:
-            continue
-        at = [n for n, x in enumerate(leaves) if x is getattr(before, "variable", None)]
+    asked = [k for k, wants in enumerate(node.needs_input_grad) if wants]  # of the arguments, tensors or not
+    before = [edge for edge, _ in node.next_functions if edge is not None]  # of the tensors that want a gradient
+    for k, edge in zip(asked, before, strict=True):
+        at = [n for n, x in enumerate(leaves) if x is getattr(edge, "variable", None)]
         if len(at) != 1 or places[at[0]] is not None:
             return None
         places[at[0]] = k
     return node, places
+
+
+def _fitting(grad: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient in the shape and format of its tensor, as autograd's engine takes it from a user's Function."""
+    if grad is None or (grad.shape == leaf.shape and grad.dtype == leaf.dtype):
+        return grad
+    return grad.sum_to_size(leaf.shape).to(leaf.dtype)
 
 
 def run_under_autograd(target: Any, spec: pytree.TreeSpec, wants: Sequence[bool], *values: Any) -> tuple[Any, ...]:

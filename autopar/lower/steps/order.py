@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.fx
 
-from autopar.lower.steps.adjoints import VIEWS, writes_to_argument
+from autopar.lower.steps.adjoints import VIEWS, communicates, writes_to_argument
 from autopar.torch_private import OpOverload
 
 AHEAD = 2
@@ -28,7 +28,7 @@ _LIGHT = {
 
 def is_start(node: torch.fx.Node) -> bool:
     """Check whether a node begins a collective."""
-    return getattr(node.target, "namespace", "") == "_c10d_functional" and not is_wait(node)
+    return communicates(node) and not is_wait(node)
 
 
 def is_wait(node: torch.fx.Node) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.lower.steps.adjoints import writes_to_argument
+from autopar.lower.steps.adjoints import acts
 from autopar.lower.steps.building import Step
 from autopar.lower.steps.nodes import be_done, begin_backward, end_forward, leave, run_under_autograd
 from autopar.lower.steps.order import is_start, overlapped
@@ -199,7 +199,8 @@ class StepFunctions:
             by_name = {n.name: n for n in outside}
             missing = {n.name for n in kept} - set(saved)
             assert not missing, f"a backward reads {sorted(missing)}, which the forward does not save"
-            self.saved, kept = list(saved), [by_name[name] for name in saved]
+            unread = {name: step.graph.placeholder(name) for name in saved if name not in by_name}
+            self.saved, kept = list(saved), [by_name.get(name) or unread[name] for name in saved]
         grads = list(step.grads.values())
         order = late if compiler is None else _compiled(late, grads, compiler)
         self.backward = printed("backward", [*kept, *step.arriving.values()], order, grads, step.constants)
@@ -220,7 +221,7 @@ def _needed(ends: Iterable[torch.fx.Node], computed: Collection[torch.fx.Node]) 
 def _is_pure(node: torch.fx.Node) -> bool:
     target = node.target
     if isinstance(target, OpOverload):
-        return not writes_to_argument(node)
+        return not acts(node)
     return "hands_over" not in node.meta and target not in (leave, end_forward, begin_backward, be_done) and (
         target is not run_under_autograd or node.meta["late"]
     )

@@ -8,6 +8,7 @@ the time, since it also follows sizes that are symbols, decompositions and modul
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,10 +63,7 @@ class Recorder(TorchDispatchMode):
         """Run an operator and note it."""
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        if isinstance(results, (tuple, list)) and any(
-            x is None and isinstance(of.type, torch.TensorType)
-            for x, of in zip(results, func._schema.returns, strict=False)
-        ):
+        if isinstance(results, (tuple, list)) and _lacks_one(func, results, args, kwargs):
             raise NotRecordable(f"{func} gives None for a tensor where tensors have no values")
         nodes = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
         node = self.graph.call_function(func, *nodes)
@@ -79,3 +77,14 @@ class Recorder(TorchDispatchMode):
         else:
             node.meta["val"] = results
         return results
+
+
+def _lacks_one(func: OpOverload, results: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Check whether a tensor is missing that was not declined by the call's ``output_mask``."""
+    declared = func._schema
+    given = {**kwargs, **{each.name: x for each, x in zip(declared.arguments, args, strict=False)}}
+    asked = given.get("output_mask") or [True] * len(results)
+    return any(
+        x is None and is_asked and isinstance(each.type, torch.TensorType)
+        for x, each, is_asked in zip(results, declared.returns, asked, strict=False)
+    )

@@ -461,18 +461,19 @@ def _names_of_whole(kind: type) -> dict[str, Any]:
 
 
 def _check_transformed(pm: ParallelModule, call: PyTree) -> None:
-    """Refuse what torch.func hands over: parameters on any number of ranks, inputs on several.
+    """Refuse what torch.func hands over: parameters on any number of ranks, inputs on several or of compiled programs.
 
     Raises:
         RunError: it says what to do.
     """
     given = [tensor for tensor in pytree.tree_leaves(call) if isinstance(tensor, torch.Tensor)]
-    if any(map(is_transformed, pm.parameters())) or (pm._autopar.world is not None and any(map(is_transformed, given))):
+    takes_none = pm._autopar.world is not None or any(x.compile_args is not None for x in pm._autopar.stages.values())
+    if any(map(is_transformed, pm.parameters())) or (takes_none and any(map(is_transformed, given))):
         raise RunError(
             "a parallel module was called within torch.func (vmap, grad, jvp, jacrev), which its program cannot be: "
-            "its parameters and collectives are this rank's. Call it on the whole batch and backward() or "
-            "torch.autograd.grad, use torch.func in the model's forward or in loss_fn=, or with a copy of the model "
-            "made before parallelize"
+            "its parameters and collectives are this rank's, and compile() fixes its operators. Call it on the whole "
+            "batch and backward() or torch.autograd.grad, use torch.func in the model's forward or in loss_fn=, or "
+            "with a copy of the model made before parallelize"
         )
 
 
