@@ -78,12 +78,8 @@ class Flight:
 
     @property
     def whole_backward(self) -> bool:
-        """Whether the backward is not split.
-
-        What is recomputed in it would be recomputed in both halves, and a compiled one is one unit.
-        """
-        stage = self.stage
-        return stage.plan.whole_backward or stage.compile_args is not None
+        """Whether the backward is not split: what is recomputed in it would be recomputed in both halves."""
+        return self.stage.plan.whole_backward
 
     def begin(
         self, shares: Sequence[float] | Mapping[int, float], local_batch: RowsOfRanks | None,
@@ -171,7 +167,7 @@ class Flight:
             self.stage.gradients.reducing(last=action == self.last, by_hand=True),
         ):
             if not self.whole_backward:
-                self.halves.weights(action.microbatch, self.stage.leaves())
+                self.halves.weights(action.microbatch)
 
     def _roots(self, post: Post, microbatch: int, flown: _Microbatch) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Return where gradients enter the graph of autograd, and these gradients."""
