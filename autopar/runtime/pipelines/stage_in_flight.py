@@ -139,14 +139,13 @@ class Flight:
 
     def backward(self, post: Post, action: Action) -> None:
         """Compute the gradients of what arrived, and with them (``B``) or later (``I``) those of the parameters."""
-        with spmd.set_current_mesh(self.stage.device_mesh):
+        with spmd.set_current_mesh(self.stage.device_mesh), without_autocast():
             flown = self.flying.pop(action.microbatch)
             roots, grads = self._roots(post, action.microbatch, flown)
             if action.kind == "B" or self.whole_backward:
                 with self.stage.gradients.reducing(last=action == self.last):
                     if roots:
-                        with without_autocast():
-                            torch.autograd.backward(roots, grads)
+                        torch.autograd.backward(roots, grads)
             else:
                 wanted = list(flown.arrived.values())
                 gradients = self.halves.inputs(
@@ -163,7 +162,7 @@ class Flight:
     def weights(self, action: Action) -> None:
         """Compute the gradients of the parameters, where the backward is split."""
         with (
-            spmd.set_current_mesh(self.stage.device_mesh),
+            spmd.set_current_mesh(self.stage.device_mesh), without_autocast(),
             self.stage.gradients.reducing(last=action == self.last, by_hand=True),
         ):
             if not self.whole_backward:

@@ -239,8 +239,9 @@ def first_half(
         flat = functions.inputs.run(given)
     found: list[torch.Tensor | None] = [None] * len(wanted)
     for slot, grad in zip(functions.slots, flat[: functions.n_first], strict=False):
-        k = places[edges[slot]]
-        found[k] = grad if found[k] is None or grad is None else found[k] + grad
+        if grad is not None:
+            k = places[edges[slot]]
+            found[k] = grad if found[k] is None else found[k] + grad
     left = list(flat[functions.n_first :])
     leaves = [edges[slot][0].variable for slot in functions.slots[functions.n_first :]]
 
