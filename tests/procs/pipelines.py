@@ -71,6 +71,7 @@ class Config:
     recompute: tuple[str, ...] = ()
     rows: str = ""  # of the schedule, instead of a name
     gather_again: bool = False  # about half of the copies that could be
+    compiled: bool = False  # as generated Python
     make_again: bool = False  # stretches of operators run again, and about half of what they make is given up
 
 
@@ -192,6 +193,8 @@ def compare_one(config: Config) -> dict[str, Any]:
         dist.broadcast(tensor, src=0)
     reference = OneDevice(case.model, captured)
     pm = pipelined(case.model, one, make_plan(one, config))
+    if config.compiled:
+        pm.compile(backend="eager")
     ours = torch.optim.AdamW(pm.parameters(), lr=LR)
     theirs = torch.optim.AdamW(reference.model.parameters(), lr=LR)
     found: dict[str, Any] = {"loss": 0.0, "gradient": (0.0, ""), "clip": 0.0}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.fx
 
 from autopar.lower.steps.adjoints import acts
 from autopar.lower.steps.building import Step
+from autopar.lower.steps.halves import in_halves
 from autopar.lower.steps.nodes import be_done, begin_backward, end_forward, leave, run_under_autograd
 from autopar.lower.steps.order import is_start, overlapped
 from autopar.torch_private import OpOverload, direct_call
@@ -165,18 +167,24 @@ class StepFunctions:
 
     Attributes:
         forward: from values of the program's inputs to its results, and behind them what is saved.
-        backward: from what is saved and the gradients that arrive, to gradients of the inputs that want one.
         saved: what is saved, by the names of nodes.
-        graphs: forward and backward, as the graphs of operators from which they were printed.
+        slots: the numbers of the inputs to which gradients are returned.
+        arriving: the numbers of the results whose gradients arrive.
+        collectives: nodes that begin one, in order.
     """
 
-    def __init__(self, step: Step, saved: Sequence[str] | None = None, compiler: Compiler | None = None) -> None:
+    def __init__(
+        self, step: Step, saved: Sequence[str] | None = None, compiler: Compiler | None = None,
+        first: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
         """Print a step.
 
         Args:
             saved: what another step of the same program saves, of which this one is another backward: its forward is
                 not made again.
             compiler: compiles operators; None to call them one by one.
+            first: the inputs whose gradients are there after the first half of the backward; None for one that is
+                not split.
         """
         ends = [*step.grads.values(), *(x for x in step.results if isinstance(x, torch.fx.Node))]
         computed = [n for n in step.graph.nodes if n.op == "call_function"]
@@ -184,26 +192,74 @@ class StepFunctions:
         early = overlapped([n for n in computed if n in needed and not n.meta["late"]])
         late = overlapped([n for n in computed if n in needed and n.meta["late"]])
         outside = [*step.given, *early]
-        reads = {x for n in late for x in read_by(n)} | {x for x in step.grads.values()}
-        kept = [n for n in outside if n in reads]
-        self.slots = list(step.grads)
+        self._kept = _read_of(late, step.grads.values(), outside)
+        self._step, self._late, self._compiler = step, late, compiler
         self.arriving = list(step.arriving)
         self.n_results = len(step.results)
-        self.collectives = [n for n in [*early, *late] if is_start(n)]
         if saved is None:
-            self.saved = [n.name for n in kept]
-            results = [*step.results, *kept]
+            self.saved = [n.name for n in self._kept]
+            results = [*step.results, *self._kept]
             order = early if compiler is None else _compiled(early, results, compiler)
             self.forward = printed("forward", step.given, order, results, step.constants)
         else:
             by_name = {n.name: n for n in outside}
-            missing = {n.name for n in kept} - set(saved)
+            missing = {n.name for n in self._kept} - set(saved)
             assert not missing, f"a backward reads {sorted(missing)}, which the forward does not save"
             unread = {name: step.graph.placeholder(name) for name in saved if name not in by_name}
-            self.saved, kept = list(saved), [by_name.get(name) or unread[name] for name in saved]
-        grads = list(step.grads.values())
-        order = late if compiler is None else _compiled(late, grads, compiler)
-        self.backward = printed("backward", [*kept, *step.arriving.values()], order, grads, step.constants)
+            self.saved, self._kept = list(saved), [by_name.get(name) or unread[name] for name in saved]
+        self._halves: tuple[Sequence[torch.fx.Node], ...] = ()
+        self.slots = list(step.grads)
+        if first is not None:
+            wanted = [k for k in self.slots if k in first]
+            self.slots = [*wanted, *(k for k in self.slots if k not in first)]
+            self.n_first = len(wanted)
+            self._halves = tuple(map(overlapped, in_halves(late, [step.grads[k] for k in wanted])))
+            late = [n for half in self._halves for n in half]
+        self.collectives = [n for n in [*early, *late] if is_start(n)]
+
+    @cached_property
+    def backward(self) -> Printed:
+        """The backward: from what is saved and the gradients that arrive, to gradients of the inputs ``slots``."""
+        return self._printed("backward", self._given, self._late, self._grads)
+
+    @cached_property
+    def inputs(self) -> Printed:
+        """The first half: like :attr:`backward`, to the gradients that come first, and behind them what is left."""
+        first, _ = self._halves
+        return self._printed("inputs", self._given, first, [*self._grads[: self.n_first], *self._between])
+
+    @cached_property
+    def weights(self) -> Printed:
+        """The second half: from what the first one left, to the other gradients."""
+        _, second = self._halves
+        return self._printed("weights", self._between, second, self._grads[self.n_first :])
+
+    @property
+    def _given(self) -> list[torch.fx.Node]:
+        return [*self._kept, *self._step.arriving.values()]
+
+    @property
+    def _grads(self) -> list[torch.fx.Node]:
+        return [self._step.grads[k] for k in self.slots]
+
+    @cached_property
+    def _between(self) -> list[torch.fx.Node]:
+        first, second = self._halves
+        return _read_of(second, self._grads[self.n_first :], [*self._given, *first])
+
+    def _printed(
+        self, name: str, given: Sequence[torch.fx.Node], nodes: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node]
+    ) -> Printed:  # fmt: skip
+        order = nodes if self._compiler is None else _compiled(nodes, results, self._compiler)
+        return printed(name, given, order, results, self._step.constants)
+
+
+def _read_of(
+    nodes: Iterable[torch.fx.Node], ends: Iterable[torch.fx.Node], outside: Iterable[torch.fx.Node]
+) -> list[torch.fx.Node]:
+    """Return what nodes read of others, and what of the ends is not theirs."""
+    reads = {x for n in nodes for x in read_by(n)} | {*ends}
+    return [n for n in outside if n in reads]
 
 
 def _needed(ends: Iterable[torch.fx.Node], computed: Collection[torch.fx.Node]) -> set[torch.fx.Node]:

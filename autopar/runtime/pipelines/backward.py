@@ -1,6 +1,7 @@
 """A backward in two halves: gradients of the inputs first, those of the weights whenever there is time.
 
-The autograd graph is cut where paths to weights leave the paths to the inputs (the idea of zero bubble, and of
+A compiled program has a function for each (:mod:`autopar.lower.steps.halves`). Of others, the autograd graph is cut where
+paths to weights leave the paths to the inputs (the idea of zero bubble, and of
 ``torch.distributed.pipelining._backward``). The first half runs the latter and keeps the gradients that arrive at the
 cuts; the second starts there. Weights that one cut leads to are computed together; so are weights that several cuts
 lead to, such as a position bias that all layers read, and then nothing runs from one cut into another.
@@ -8,12 +9,14 @@ lead to, such as a position bias that all layers read, and then nothing runs fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from autopar.runtime.stages.step_program import LeafGradients, first_half, is_step
 
 Grads = tuple[torch.Tensor | None, ...]
 Before = Mapping[Node, list[Node]]
@@ -33,55 +36,70 @@ class _Group:
 
 
 class Halves:
-    """The first halves of microbatches whose second half is still to come."""
+    """The first halves of microbatches whose second half is still to come.
+
+    Attributes:
+        waiting: by microbatch, what gives the leaves with their gradients.
+    """
 
     def __init__(self) -> None:
-        self.waiting: dict[int, tuple[list[_Group], set[Node]]] = {}
+        self.waiting: dict[int, Callable[[], LeafGradients]] = {}
 
     def inputs(
         self, microbatch: int, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor],
         wanted: Sequence[GradientEdge], leaves: Sequence[torch.Tensor],
     ) -> Grads:  # fmt: skip
         """Compute the gradients at ``wanted``, given those of the outputs at ``roots``; the rest is kept for later."""
-        ends = [root.node for root in roots]
-        before = _before(ends)
-        inside = _closure([edge.node for edge in wanted], before, set())[0]
-        groups = _groups([get_gradient_edge(leaf).node for leaf in leaves], inside, set(ends), before)
-        gradients: Grads = (None,) * len(wanted)
-        for group in groups:
-            for root, end, grad in zip(roots, ends, grads, strict=True):
-                if end in group.ends:
-                    group.roots.append((root, grad))
-        if wanted and roots:
-            with ExitStack() as hooks:
-                for group in groups:
-                    for node in group.cuts:
-                        hooks.callback(node.register_prehook(_keeper(group.cuts, node)).remove)
-                gradients = torch.autograd.grad(roots, list(wanted), grads, retain_graph=True, allow_unused=True)
-        self.waiting[microbatch] = groups, inside
+        if roots and is_step(roots[0]):
+            gradients, self.waiting[microbatch] = first_half(roots, grads, wanted)
+        else:
+            gradients, self.waiting[microbatch] = _first_half_of_graph(roots, grads, wanted, leaves)
         return gradients
 
-    def weights(self, microbatch: int, leaves: Sequence[torch.Tensor]) -> None:
+    def weights(self, microbatch: int) -> None:
         """Add the gradients of the weights."""
-        groups, inside = self.waiting.pop(microbatch)
-        for group in groups:
-            weights = [leaves[i] for i in group.leaves]
-            kept = [(GradientEdge(node, k), g) for node, gs in group.cuts.items() for k, g in enumerate(gs)]
-            given = [(edge, g) for edge, g in [*kept, *group.roots] if g is not None]
-            if not given:
-                continue
-            with ExitStack() as hooks:
-                for node, hook in _fences(group, inside) if len(group.cuts) > 1 else ():
-                    hooks.callback(node.register_prehook(hook).remove)
-                edges, grads = zip(*given, strict=True)
-                gradients = torch.autograd.grad(edges, weights, grads, retain_graph=True, allow_unused=True)
-            _accumulate(weights, gradients)
+        for leaf, grad in self.waiting.pop(microbatch)():
+            if grad is not None:
+                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
 
-def _accumulate(tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    for x, grad in zip(tensors, grads, strict=True):
-        if grad is not None:
-            x.grad = grad if x.grad is None else x.grad + grad
+def _first_half_of_graph(
+    roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor], wanted: Sequence[GradientEdge],
+    leaves: Sequence[torch.Tensor],
+) -> tuple[Grads, Callable[[], LeafGradients]]:  # fmt: skip
+    ends = [root.node for root in roots]
+    before = _before(ends)
+    inside = _closure([edge.node for edge in wanted], before, set())[0]
+    groups = _groups([get_gradient_edge(leaf).node for leaf in leaves], inside, set(ends), before)
+    gradients: Grads = (None,) * len(wanted)
+    for group in groups:
+        for root, end, grad in zip(roots, ends, grads, strict=True):
+            if end in group.ends:
+                group.roots.append((root, grad))
+    if wanted and roots:
+        with ExitStack() as hooks:
+            for group in groups:
+                for node in group.cuts:
+                    hooks.callback(node.register_prehook(_keeper(group.cuts, node)).remove)
+            gradients = torch.autograd.grad(roots, list(wanted), grads, retain_graph=True, allow_unused=True)
+    return gradients, lambda: _second_half_of_graph(groups, inside, leaves)
+
+
+def _second_half_of_graph(
+    groups: Sequence[_Group], inside: set[Node], leaves: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    for group in groups:
+        weights = [leaves[i] for i in group.leaves]
+        kept = [(GradientEdge(node, k), g) for node, gs in group.cuts.items() for k, g in enumerate(gs)]
+        given = [(edge, g) for edge, g in [*kept, *group.roots] if g is not None]
+        if not given:
+            continue
+        with ExitStack() as hooks:
+            for node, hook in _fences(group, inside) if len(group.cuts) > 1 else ():
+                hooks.callback(node.register_prehook(hook).remove)
+            edges, grads = zip(*given, strict=True)
+            gradients = torch.autograd.grad(edges, weights, grads, retain_graph=True, allow_unused=True)
+        yield from zip(weights, gradients, strict=True)
 
 
 def _before(ends: Iterable[Node]) -> Before:

@@ -78,12 +78,8 @@ class Flight:
 
     @property
     def whole_backward(self) -> bool:
-        """Whether the backward is not split.
-
-        What is recomputed in it would be recomputed in both halves, and a compiled one is one unit.
-        """
-        stage = self.stage
-        return stage.plan.whole_backward or stage.compile_args is not None
+        """Whether the backward is not split: what is recomputed in it would be recomputed in both halves."""
+        return self.stage.plan.whole_backward
 
     def begin(
         self, shares: Sequence[float] | Mapping[int, float], local_batch: RowsOfRanks | None,
@@ -143,14 +139,13 @@ class Flight:
 
     def backward(self, post: Post, action: Action) -> None:
         """Compute the gradients of what arrived, and with them (``B``) or later (``I``) those of the parameters."""
-        with spmd.set_current_mesh(self.stage.device_mesh):
+        with spmd.set_current_mesh(self.stage.device_mesh), without_autocast():
             flown = self.flying.pop(action.microbatch)
             roots, grads = self._roots(post, action.microbatch, flown)
             if action.kind == "B" or self.whole_backward:
                 with self.stage.gradients.reducing(last=action == self.last):
                     if roots:
-                        with without_autocast():
-                            torch.autograd.backward(roots, grads)
+                        torch.autograd.backward(roots, grads)
             else:
                 wanted = list(flown.arrived.values())
                 gradients = self.halves.inputs(
@@ -167,11 +162,11 @@ class Flight:
     def weights(self, action: Action) -> None:
         """Compute the gradients of the parameters, where the backward is split."""
         with (
-            spmd.set_current_mesh(self.stage.device_mesh),
+            spmd.set_current_mesh(self.stage.device_mesh), without_autocast(),
             self.stage.gradients.reducing(last=action == self.last, by_hand=True),
         ):
             if not self.whole_backward:
-                self.halves.weights(action.microbatch, self.stage.leaves())
+                self.halves.weights(action.microbatch)
 
     def _roots(self, post: Post, microbatch: int, flown: _Microbatch) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Return where gradients enter the graph of autograd, and these gradients."""

@@ -8,12 +8,13 @@ can be gone through again, and gradients of inputs and parameters go on from it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 import torch.fx
+from torch.autograd.graph import GradientEdge
 
 from autopar.errors import RunError
 from autopar.lower.program import Program, Slot
@@ -28,6 +29,8 @@ from autopar.runtime.gradients.gradient_reduction import bucket_bytes
 from autopar.torch_private import keeps_graph, operators_alone, reached
 from autopar.words.trees import Context
 
+LeafGradients = Iterable[tuple[torch.Tensor, torch.Tensor | None]]
+"""Leaves with their gradients; None where none comes."""
 Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``gather(leaf, piece)``: the values that a program reads of a parameter, whose gradient is that of the leaf."""
 TWICE = (
@@ -106,6 +109,7 @@ class _OfForm:
 
     def __init__(self, program: StepProgram, values: Sequence[Any]) -> None:
         self.program, self.mesh = program, current_mesh()
+        self.tensors = [k for k, x in enumerate(values) if isinstance(x, torch.Tensor)]
         step = program.step(values, hands_over=True)
         self.functions = StepFunctions(step, compiler=program.compiler)
         program.agreed(self.functions.collectives)
@@ -114,25 +118,33 @@ class _OfForm:
             node.meta["val"].detach().requires_grad_() if want else node.meta["val"]
             for node, want in zip(step.given, wants, strict=True)
         ]
-        self.backwards = {(tuple(self.functions.arriving), True): self.functions}
+        self.backwards: dict[Any, StepFunctions] = {(tuple(self.functions.arriving), True, None): self.functions}
 
     def on_its_mesh(self) -> contextlib.AbstractContextManager[None]:
         """Return a context with the mesh of the forward, for collectives by the names of axes."""
         return contextlib.nullcontext() if self.mesh is None else on_mesh(self.mesh)
 
-    def backward(self, roots: tuple[int, ...], hands_over: bool) -> StepFunctions:
+    def backward(
+        self, roots: tuple[int, ...], hands_over: bool = True, first: frozenset[int] | None = None
+    ) -> StepFunctions:  # fmt: skip
         """Return the functions whose backward begins at these outputs.
 
         Args:
             hands_over: takers get their gradients; they are not returned then.
+            first: the inputs whose gradients come first; None for a backward that is not split.
         """
-        key = roots, hands_over
+        key = roots, hands_over, first
         if key not in self.backwards:
-            step = self.program.step(self.like, hands_over, roots)
-            functions = StepFunctions(step, self.functions.saved, self.program.compiler)
+            with self.on_its_mesh():
+                step = self.program.step(self.like, hands_over, roots)
+            functions = StepFunctions(step, self.functions.saved, self.program.compiler, first)
             self.program.agreed(functions.collectives)
             self.backwards[key] = functions
         return self.backwards[key]
+
+    def edges(self, node: Any) -> dict[int, tuple[Any, int]]:
+        """Return where the gradient of each tensor input goes in the graph of autograd: a node and its input."""
+        return dict(zip(self.tensors, node.next_functions, strict=True))
 
 
 class _StepNode(torch.autograd.Function):
@@ -162,28 +174,82 @@ class _StepNode(torch.autograd.Function):
     def backward(ctx: Context, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RunError(TWICE)
-        tensors = iter(ctx.saved_tensors)
-        if ctx.others is None:
-            raise RunError(AGAIN)
         of_form: _OfForm = ctx.of_form
         roots = tuple(k for k in of_form.functions.arriving if grads[k] is not None)
         found: list[torch.Tensor | None] = [None] * ctx.n_values
         if roots:
-            given = [next(tensors) if x is None else x[0] for x in ctx.others]
-            given.extend(grads[k] for k in roots)
-            del tensors, grads
-            if not keeps_graph():
-                ctx.others = None
-                ctx.maybe_clear_saved_tensors()
-            takers = of_form.program.takers
-            nodes = [ctx.next_functions[k + 1][0] for k in takers if of_form.like[k].requires_grad]
-            with of_form.on_its_mesh():
-                functions = of_form.backward(roots, all(map(reached, nodes)))
+            given = [*_taken(ctx, keeps_graph()), *(grads[k] for k in roots)]
+            del grads
+            edges = of_form.edges(ctx)
+            nodes = [edges[k][0] for k in of_form.program.takers if of_form.like[k].requires_grad]
+            functions = of_form.backward(roots, all(map(reached, nodes)))
             with of_form.on_its_mesh(), operators_alone():
                 got = functions.backward.run(given)
             for slot, grad in zip(functions.slots, got, strict=True):
                 found[slot] = grad
         return (None, *found)
+
+
+def _taken(ctx: Context, keep: bool) -> list[Any]:
+    """Return what a forward saved for its backward, and free it unless it is to be kept."""
+    tensors = iter(ctx.saved_tensors)
+    if ctx.others is None:
+        raise RunError(AGAIN)
+    values = [next(tensors) if x is None else x[0] for x in ctx.others]
+    if not keep:
+        ctx.others = None
+        ctx.maybe_clear_saved_tensors()
+    return values
+
+
+# --- in halves --------------------------------------------------------------------------------------------------------
+
+
+def is_step(edge: GradientEdge) -> bool:
+    """Check whether a gradient enters the graph of autograd at a step."""
+    return isinstance(getattr(edge.node, "of_form", None), _OfForm)
+
+
+def first_half(
+    roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor], wanted: Sequence[GradientEdge]
+) -> tuple[tuple[torch.Tensor | None, ...], Callable[[], LeafGradients]]:  # fmt: skip
+    """Run the first half of the backward of a step.
+
+    Args:
+        roots: outputs of one call of the program, to which ``grads`` arrive.
+        wanted: where the gradients go that are wanted now, all from inputs of that call.
+
+    Returns:
+        these gradients, None for what none comes to, and the second half: a function that gives leaves with theirs.
+        Gradients that takers take are handed to them when it runs.
+    """
+    (node,) = {edge.node for edge in roots}
+    of_form: _OfForm = node.of_form  # type: ignore[attr-defined]
+    arriving: dict[int, torch.Tensor] = {}
+    for edge, grad in zip(roots, grads, strict=True):
+        at = edge.output_nr
+        arriving[at] = arriving[at] + grad if at in arriving else grad
+    places = {(edge.node, edge.output_nr): k for k, edge in enumerate(wanted)}
+    edges = of_form.edges(node)
+    first = frozenset(slot for slot, edge in edges.items() if edge in places)
+    functions = of_form.backward(tuple(sorted(arriving)), first=first)
+    given = [*_taken(node, keep=False), *(arriving[k] for k in functions.arriving)]
+    del arriving, grads
+    with of_form.on_its_mesh(), operators_alone():
+        flat = functions.inputs.run(given)
+    found: list[torch.Tensor | None] = [None] * len(wanted)
+    for slot, grad in zip(functions.slots, flat[: functions.n_first], strict=False):
+        if grad is not None:
+            k = places[edges[slot]]
+            found[k] = grad if found[k] is None else found[k] + grad
+    left = list(flat[functions.n_first :])
+    leaves = [edges[slot][0].variable for slot in functions.slots[functions.n_first :]]
+
+    def second_half() -> LeafGradients:
+        with of_form.on_its_mesh(), operators_alone():
+            return zip(leaves, functions.weights.run(left), strict=True)
+
+    return tuple(found), second_half
 
 
 def _with_gathers(program: Program, gathers: Mapping[str, Gather]) -> tuple[torch.fx.GraphModule, set[str]]:
