@@ -175,7 +175,7 @@ class _Builder:
             elif node.op == "call_function":
                 self.values[node] = self._call(node, reached.get(node))
         self.segment = None
-        results = torch.fx.map_arg(end.args[0], lambda n: self.values[n])
+        results: Any = torch.fx.map_arg(end.args[0], lambda n: self.values[n])
         self._backward(results)
         self.step.results = [x.node if isinstance(x, Value) else x for x in results]
         return self.step
@@ -206,10 +206,12 @@ class _Builder:
         if target is length_of:
             return length_of(*node.args)
         if target is operator.getitem:
-            return self.values[node.args[0]][node.args[1]]
+            source, number = node.args
+            return self.values[source][number]  # type: ignore[index]
         if target is backwards_of:
             return None
-        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: self.values[n])
+        both: Any = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: self.values[n])
+        args, kwargs = both
         self.call_name = node.name
         if target in (make_again, free_until_backward):
             self.step.freed[args[0].node] = args[1].node if target is free_until_backward else None
@@ -288,7 +290,8 @@ class _Builder:
 
     def _inline(self, nodes: Sequence[torch.fx.Node], env: dict[torch.fx.Node, torch.fx.Node]) -> None:
         for node in nodes:
-            args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+            both: Any = torch.fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+            args, kwargs = both
             env[node] = self._emit(node.target, args, kwargs, node.meta.get("val"))
 
     def _under_autograd(self, target: Any, flat: list[Any], spec: pytree.TreeSpec) -> Any:
@@ -419,13 +422,15 @@ def _unflattened(values: Sequence[Value], results: Sequence[Any], spec: pytree.T
 def _reached(end: torch.fx.Node, n_outputs: int) -> dict[torch.fx.Node, set[int]]:
     """Return the numbers of the results of each call from which a way leads to an output; -1 stands for all of them."""
     reached: dict[torch.fx.Node, set[int]] = {}
-    todo: list[tuple[Any, int]] = [(x, -1) for x in end.args[0][:n_outputs]]  # type: ignore[index]
+    outputs: Any = end.args[0]
+    todo: list[tuple[Any, int]] = [(x, -1) for x in outputs[:n_outputs]]
     while todo:
         node, k = todo.pop()
         if not isinstance(node, torch.fx.Node):
             continue
         if node.target is operator.getitem:
-            todo.append((node.args[0], node.args[1]))
+            source: Any = node.args
+            todo.append((source[0], source[1]))
             continue
         first = node not in reached
         reached.setdefault(node, set()).add(k)

@@ -14,6 +14,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,8 @@ def collectives_of(nodes: Iterable[torch.fx.Node], axes: Sequence[str], places: 
     for node in nodes:
         if node.op != "call_function" or getattr(node.target, "namespace", "") not in ("_c10d_functional", "c10d"):
             continue
-        name = node.target._schema.name.split("::")[1]
+        target: Any = node.target
+        name = target._schema.name.split("::")[1]
         if name == "wait_tensor":
             continue
         words = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, str)]
