@@ -240,6 +240,7 @@ def plainly(operator: OpOverload) -> Callable[..., Any] | None:
 
 
 _keys_outside = threading.local()
+"""By thread, the dispatch keys outside of :func:`operators_alone`, with autograd's among them."""
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from autopar import planfile
 from autopar.certificate.recount import Report, check
 from autopar.comparison.program_vs_eager import verify
 from autopar.errors import AutoparError, InfeasibleError, PlanError
-from autopar.lower.compilable import breaks
 from autopar.lower.emit import lower
+from autopar.lower.steps.nodes import calls_outside
 from autopar.planner.intra_op.building.price import pricer
 from autopar.plans.plan import Plan
 from autopar.rules.registry import rules_of
@@ -137,7 +137,7 @@ def test_bounds_need_no_host() -> None:
     for way, n in (("travel", 1), ("travel/2@max", 0)):
         captured, plan, _, _, _ = planned(mixtral, "expert=2", {"expert": way})
         program = lower(captured.graph, plan.stages[0])
-        assert len(breaks(program, recorded=True)) == 2 * n and len(breaks(program)) == 2
+        assert len(calls_outside(program, recorded=True)) == 2 * n and len(calls_outside(program)) == 2
 
 
 def test_nobody_is_given_a_bound_unasked() -> None:

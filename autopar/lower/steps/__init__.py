@@ -10,6 +10,7 @@
 :mod:`.in_place`      sums of gradients in the memory of one of them
 :mod:`.handing_over`  gradients of parameters that are reduced while the backward goes on
 :mod:`.order`         collectives that overlap what need not wait for them
+:mod:`.halves`        a backward in two halves: gradients of what arrived first, those of weights later
 :mod:`.printing`      the graph as Python, in which every tensor is freed after its last use
 ===================== ==================================================================================================
 

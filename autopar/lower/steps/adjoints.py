@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.lower.steps.recording import Recorder
+from autopar.lower.steps.recording import OperatorRecorder
 from autopar.torch_private import OpOverload, pytree
 
 aten = torch.ops.aten
@@ -75,7 +75,7 @@ def adjoint_of(
         reached: numbers of its tensor results from which a way leads to an output; None for all.
         is_operator: the call is one operator of torch.
     """
-    recorder = Recorder()
+    recorder = OperatorRecorder()
     given = [x.detach().requires_grad_(want) for x, want in zip(leaves, wants, strict=True)]
     inputs = [recorder.given(x, f"x{k}") for k, x in enumerate(given)]
     with torch.enable_grad(), recorder:

@@ -14,18 +14,18 @@ import torch
 import torch.fx
 
 from autopar.lower.steps.adjoints import acts
-from autopar.lower.steps.building import Step
+from autopar.lower.steps.building import StepGraph
 from autopar.torch_private import OpOverload
 
 _aten = torch.ops.aten
 
 
-def views_again(step: Step) -> None:
+def views_again(step: StepGraph) -> None:
     """Look at kept tensors again in the backward, instead of keeping views of them."""
     _make_again(step, _is_view)
 
 
-def run_again(step: Step, calls: Collection[str]) -> None:
+def run_again(step: StepGraph, calls: Collection[str]) -> None:
     """Compute again what the plan says: segments, their results and copies that are freed, and some calls.
 
     Args:
@@ -58,7 +58,7 @@ def _between(node: torch.fx.Node, source: torch.fx.Node | None) -> set[torch.fx.
     return found
 
 
-def _make_again(step: Step, is_made_again: Callable[[torch.fx.Node], bool]) -> None:
+def _make_again(step: StepGraph, is_made_again: Callable[[torch.fx.Node], bool]) -> None:
     """Copy nodes of the forward to where the backward first reads them."""
     candidates = {n for n in step.graph.nodes if n.op == "call_function" and not n.meta["late"] and is_made_again(n)}
     of_call: dict[str, list[torch.fx.Node]] = {}  # of calls that act, which run as a whole

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch.fx
 
-from autopar.lower.steps.building import Step
+from autopar.lower.steps.building import StepGraph
 from autopar.lower.steps.nodes import be_done, begin_backward, come_back
 
 
-def bring_back(step: Step) -> None:
+def bring_back(step: StepGraph) -> None:
     """Let the backward read tensors that were given up from where they wait."""
     late = [n for n in step.graph.nodes if n.op == "call_function" and n.meta["late"]]
     place = {node: k for k, node in enumerate(late)}
@@ -33,7 +33,7 @@ def bring_back(step: Step) -> None:
         _before(step, late[0], begin_backward, tuple(leaving), None)
 
 
-def _before(step: Step, node: torch.fx.Node | None, target: Any, args: tuple[Any, ...], val: Any) -> torch.fx.Node:
+def _before(step: StepGraph, node: torch.fx.Node | None, target: Any, args: tuple[Any, ...], val: Any) -> torch.fx.Node:
     """Emit a call in front of a node of the backward, or at the end."""
     with contextlib.nullcontext() if node is None else step.graph.inserting_before(node):
         new = step.graph.call_function(target, args)
@@ -41,7 +41,7 @@ def _before(step: Step, node: torch.fx.Node | None, target: Any, args: tuple[Any
     return new
 
 
-def _forget(step: Step, left: torch.fx.Node) -> None:
+def _forget(step: StepGraph, left: torch.fx.Node) -> None:
     """Keep a tensor that the backward does not read."""
     before = left.args[2:]
     for user in list(left.users):

@@ -9,7 +9,7 @@ import torch
 import torch.fx
 
 from autopar.lower.steps.adjoints import VIEWS
-from autopar.lower.steps.building import Step
+from autopar.lower.steps.building import StepGraph
 from autopar.torch_private import OpOverload
 
 Take = Callable[[torch.Tensor], None]
@@ -29,7 +29,7 @@ class Taker:
         self.take(grad)
 
 
-def hand_over(step: Step, takers: Mapping[int, Taker], together: int) -> None:
+def hand_over(step: StepGraph, takers: Mapping[int, Taker], together: int) -> None:
     """Call the taker of an input with its gradient as soon as that is there; the step does not return it then.
 
     Args:
@@ -70,7 +70,7 @@ def _is_alone(grad: torch.fx.Node, ends: list[torch.fx.Node]) -> bool:
     return own and not grad.users and ends.count(grad) == 1
 
 
-def _give(step: Step, take: Taker, grad: torch.fx.Node, before: torch.fx.Node | None, alone: bool) -> None:
+def _give(step: StepGraph, take: Taker, grad: torch.fx.Node, before: torch.fx.Node | None, alone: bool) -> None:
     def emit(target: Callable[..., object], args: tuple[torch.fx.Node, ...], val: object) -> torch.fx.Node:
         new = step.graph.call_function(target, args)
         new.meta.update(val=val, late=True, call=grad.meta["call"], segment=None, guard=guard)

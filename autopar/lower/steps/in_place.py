@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from autopar.lower.steps.building import Step
+from autopar.lower.steps.building import StepGraph
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _INTO = {_c10d.all_reduce.default: _c10d.all_reduce_.default, _aten.add.Tensor: _aten.add_.Tensor}
@@ -16,7 +16,7 @@ _OWN = {
 """Operators whose result is memory of its own, contiguous where the record says so."""
 
 
-def add_in_place(step: Step) -> None:
+def add_in_place(step: StepGraph) -> None:
     """Add gradients up, and sum them over ranks, in memory that nobody else reads."""
     ends = {*step.grads.values(), *(x for x in step.results if isinstance(x, torch.fx.Node))}
     for node in step.graph.nodes:

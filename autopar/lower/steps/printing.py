@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from autopar.lower.steps.adjoints import acts
-from autopar.lower.steps.building import Step
+from autopar.lower.steps.building import StepGraph
 from autopar.lower.steps.halves import in_halves
 from autopar.lower.steps.nodes import be_done, begin_backward, end_forward, leave, run_under_autograd
 from autopar.lower.steps.order import is_start, overlapped
@@ -174,7 +174,7 @@ class StepFunctions:
     """
 
     def __init__(
-        self, step: Step, saved: Sequence[str] | None = None, compiler: Compiler | None = None,
+        self, step: StepGraph, saved: Sequence[str] | None = None, compiler: Compiler | None = None,
         first: Collection[int] | None = None,
     ) -> None:  # fmt: skip
         """Print a step.
@@ -248,7 +248,8 @@ class StepFunctions:
         return _read_of(second, self._grads[self.n_first :], [*self._given, *first])
 
     def _printed(
-        self, name: str, given: Sequence[torch.fx.Node], nodes: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node]
+        self, name: str, given: Sequence[torch.fx.Node], nodes: Sequence[torch.fx.Node],
+        results: Sequence[torch.fx.Node],
     ) -> Printed:  # fmt: skip
         order = nodes if self._compiler is None else _compiled(nodes, results, self._compiler)
         return printed(name, given, order, results, self._step.constants)

@@ -21,7 +21,7 @@ class NotRecordable(Exception):
     """An operator that gives what a record cannot hold: on tensors without values it has results that it lacks."""
 
 
-class Recorder(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """Records the operators that run in its scope as nodes of a graph.
 
     ``meta["val"]`` of a node is the tensor that the operator gave.

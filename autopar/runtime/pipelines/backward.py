@@ -1,7 +1,7 @@
 """A backward in two halves: gradients of the inputs first, those of the weights whenever there is time.
 
-A compiled program has a function for each (:mod:`autopar.lower.steps.halves`). Of others, the autograd graph is cut where
-paths to weights leave the paths to the inputs (the idea of zero bubble, and of
+A compiled program has a function for each (:mod:`autopar.lower.steps.halves`). Of others, the autograd graph is cut
+where paths to weights leave the paths to the inputs (the idea of zero bubble, and of
 ``torch.distributed.pipelining._backward``). The first half runs the latter and keeps the gradients that arrive at the
 cuts; the second starts there. Weights that one cut leads to are computed together; so are weights that several cuts
 lead to, such as a position bias that all layers read, and then nothing runs from one cut into another.

@@ -20,7 +20,7 @@ from autopar.errors import RunError
 from autopar.lower.program import Program, Slot
 from autopar.lower.segments import current_mesh, on_mesh
 from autopar.lower.steps.again import run_again, views_again
-from autopar.lower.steps.building import Adjoints, Step, build
+from autopar.lower.steps.building import Adjoints, StepGraph, build
 from autopar.lower.steps.giving_up import bring_back
 from autopar.lower.steps.handing_over import Take, Taker, hand_over
 from autopar.lower.steps.in_place import add_in_place
@@ -82,7 +82,7 @@ class StepProgram:
                 return of_form.functions.forward.run([*values])
         return _StepNode.apply(of_form, *values)  # type: ignore[no-any-return]
 
-    def step(self, values: Sequence[Any], hands_over: bool, roots: Sequence[int] | None = None) -> Step:
+    def step(self, values: Sequence[Any], hands_over: bool, roots: Sequence[int] | None = None) -> StepGraph:
         """Return a step for inputs of this form, after all passes.
 
         Args:
