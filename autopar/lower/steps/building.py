@@ -59,7 +59,7 @@ _Tensor = torch.Tensor
 
 
 @dataclass(eq=False)
-class Traced:
+class StepValue:
     """A value of the lowered program: its node in the step, its form, and whether it wants a gradient.
 
     Attributes:
@@ -69,7 +69,7 @@ class Traced:
     node: torch.fx.Node
     fake: Any
     wants: bool
-    leaves: list[Traced] = field(default_factory=list)
+    leaves: list[StepValue] = field(default_factory=list)
 
 
 @dataclass
@@ -84,8 +84,8 @@ class _Call:
 
     name: str
     segment: int | None
-    leaves: list[Traced]
-    results: list[Traced]
+    leaves: list[StepValue]
+    results: list[StepValue]
     adjoint: Adjoint | None = None
     env: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     tape: torch.fx.Node | None = None
@@ -177,7 +177,7 @@ class _Builder:
         self.segment = None
         results: Any = torch.fx.map_arg(end.args[0], lambda n: self.values[n])
         self._backward(results)
-        self.step.results = [x.node if isinstance(x, Traced) else x for x in results]
+        self.step.results = [x.node if isinstance(x, StepValue) else x for x in results]
         return self.step
 
     # -- forward
@@ -189,10 +189,10 @@ class _Builder:
         self.step.given.append(new)
         if not isinstance(value, torch.Tensor):
             new.meta["val"] = value
-            return Traced(new, value, False)
+            return StepValue(new, value, False)
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         new.meta["val"] = fake
-        given = Traced(new, fake, value.requires_grad)
+        given = StepValue(new, fake, value.requires_grad)
         self.given.append((len(self.step.given) - 1, given))
         return given
 
@@ -220,7 +220,7 @@ class _Builder:
             whole, _, decision, *before = args
             left = self._emit(leave, (whole.node, decision, *(x.node for x in before)))
             self.step.given_up[whole.node] = left
-            return Traced(left, None, False)
+            return StepValue(left, None, False)
         if target is settle:
             self.step.leaving = [x.node for x in args[0]]
             self._emit(end_forward, tuple(self.step.leaving))
@@ -228,27 +228,27 @@ class _Builder:
         if target in BRANCHES:
             return self._branch(*args, **kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
-        flat = [x.fake if isinstance(x, Traced) and isinstance(x.fake, (int, float, bool)) else x for x in flat]
+        flat = [x.fake if isinstance(x, StepValue) and isinstance(x.fake, (int, float, bool)) else x for x in flat]
         if runs_under_autograd(target) or any(_is_no_tensor(x) for x in flat):
             return self._under_autograd(target, flat, spec)
         return self._differentiated(target, flat, spec, reached)
 
     def _differentiated(self, target: Any, flat: list[Any], spec: pytree.TreeSpec, reached: set[int] | None) -> Any:
-        leaves = [x for x in flat if isinstance(x, Traced)]
+        leaves = [x for x in flat if isinstance(x, StepValue)]
         wants = [x.wants and reached is not None for x in leaves]
         numbers = None if reached is None or -1 in reached else sorted(reached)
         forms = tuple(
             (tuple(x.fake.shape), x.fake.stride(), x.fake.dtype, str(x.fake.device), want)
             for x, want in zip(leaves, wants, strict=True)
         )
-        others = tuple(None if isinstance(x, Traced) else (type(x), repr(x)) for x in flat)
+        others = tuple(None if isinstance(x, StepValue) else (type(x), repr(x)) for x in flat)
         place = None if isinstance(target, OpOverload) else current_mesh()
         key = target, place, str(spec), forms, others, numbers and tuple(numbers)
         if key not in self.adjoints:
 
             def run(tensors: Sequence[_Tensor]) -> Any:
                 each = iter(tensors)
-                args, kwargs = pytree.tree_unflatten([next(each) if isinstance(x, Traced) else x for x in flat], spec)
+                args, kwargs = pytree.tree_unflatten([next(each) if isinstance(x, StepValue) else x for x in flat], spec)
                 return target(*args, **kwargs)
 
             try:
@@ -272,14 +272,14 @@ class _Builder:
             self._inline(adjoint.forward, env)
             outs = [env[x] for x in adjoint.outs]
         pairs = enumerate(zip(outs, adjoint.fakes, strict=True))
-        results = [Traced(out, fake, k in adjoint.asked) for k, (out, fake) in pairs]
+        results = [StepValue(out, fake, k in adjoint.asked) for k, (out, fake) in pairs]
         self.calls.append(_Call(self.call_name, self.segment, leaves, results, adjoint, env))
         return _unflattened(results, adjoint.results, adjoint.spec)
 
     def _operator(
         self, target: Any, flat: list[Any], spec: pytree.TreeSpec, adjoint: Adjoint
     ) -> list[torch.fx.Node]:  # fmt: skip
-        args, kwargs = pytree.tree_unflatten([x.node if isinstance(x, Traced) else x for x in flat], spec)
+        args, kwargs = pytree.tree_unflatten([x.node if isinstance(x, StepValue) else x for x in flat], spec)
         whole = pytree.tree_unflatten(adjoint.results, adjoint.spec)
         call = self._emit(target, args, kwargs, whole)
         if isinstance(whole, torch.Tensor):
@@ -295,9 +295,9 @@ class _Builder:
             env[node] = self._emit(node.target, args, kwargs, node.meta.get("val"))
 
     def _under_autograd(self, target: Any, flat: list[Any], spec: pytree.TreeSpec) -> Any:
-        own = [x for x in flat if isinstance(x, Traced) and not x.leaves and isinstance(x.fake, torch.Tensor)]
-        leaves = [*(leaf for x in flat if isinstance(x, Traced) for leaf in x.leaves), *own]
-        args, kwargs = pytree.tree_unflatten([x.fake if isinstance(x, Traced) else x for x in flat], spec)
+        own = [x for x in flat if isinstance(x, StepValue) and not x.leaves and isinstance(x.fake, torch.Tensor)]
+        leaves = [*(leaf for x in flat if isinstance(x, StepValue) for leaf in x.leaves), *own]
+        args, kwargs = pytree.tree_unflatten([x.fake if isinstance(x, StepValue) else x for x in flat], spec)
         wants = [x.wants for x in own]
         with torch.enable_grad():
             given = pytree.tree_map_only(torch.Tensor, lambda x: x.detach(), (args, kwargs))
@@ -306,23 +306,25 @@ class _Builder:
                 if isinstance(x, torch.Tensor):
                     x.requires_grad_(next(each))
             whole = target(*given[0], **given[1])
-        nodes = [x.node if isinstance(x, Traced) else x for x in flat]
+        nodes = [x.node if isinstance(x, StepValue) else x for x in flat]
         both = self._emit(run_under_autograd, (target, spec, wants, *nodes))
         if target in OPENED:
-            return Traced(self._emit(operator.getitem, (both, 0), val=whole), whole, False, leaves)
+            return StepValue(self._emit(operator.getitem, (both, 0), val=whole), whole, False, leaves)
         flat_results, spec_of_results = pytree.tree_flatten(whole)
         results = [
-            Traced(self._emit(operator.getitem, (both, k + 1), val=x.detach()), x.detach(), x.requires_grad)
+            StepValue(self._emit(operator.getitem, (both, k + 1), val=x.detach()), x.detach(), x.requires_grad)
             for k, x in enumerate(flat_results) if isinstance(x, torch.Tensor)
         ]  # fmt: skip
         tape = self._emit(operator.getitem, (both, 0))
         self.calls.append(_Call(self.call_name, self.segment, leaves, results, tape=tape))
         return _unflattened(results, flat_results, spec_of_results)
 
-    def _branch(self, condition: Traced, if_true: Traced, if_false: Traced, settled: int = BY_NUMBER) -> Traced:
+    def _branch(
+        self, condition: StepValue, if_true: StepValue, if_false: StepValue, settled: int = BY_NUMBER
+    ) -> StepValue:  # fmt: skip
         taken: Any = bool(settled) if settled != BY_NUMBER else self._emit(is_taken, (condition.node,))
         node = self._emit(chosen, (taken, if_true.node, if_false.node), val=if_true.fake)
-        result = Traced(node, if_true.fake, if_true.wants or if_false.wants)
+        result = StepValue(node, if_true.fake, if_true.wants or if_false.wants)
         self.calls.append(_Call(self.call_name, self.segment, [if_true, if_false], [result], taken=taken))
         return result
 
@@ -330,9 +332,9 @@ class _Builder:
 
     def _backward(self, results: Sequence[Any]) -> None:
         self.late = True
-        arrived: dict[Traced, torch.fx.Node] = {}
+        arrived: dict[StepValue, torch.fx.Node] = {}
 
-        def add(value: Traced, grad: torch.fx.Node) -> None:
+        def add(value: StepValue, grad: torch.fx.Node) -> None:
             before = arrived.get(value)
             if before is not None:
                 lacking = {before, grad} & self.step.may_lack
@@ -344,7 +346,7 @@ class _Builder:
             arrived[value] = grad
 
         for k, value in enumerate(results[: self.n_outputs]):
-            if isinstance(value, Traced) and value.wants and (self.roots is None or k in self.roots):
+            if isinstance(value, StepValue) and value.wants and (self.roots is None or k in self.roots):
                 grad = self.step.graph.placeholder(f"gradient_{k}")
                 grad.meta.update(val=value.fake, late=True, call="", segment=None, guard=())
                 self.step.arriving[k] = grad
@@ -357,7 +359,7 @@ class _Builder:
         self.step.grads = {number: arrived[value] for number, value in self.given if value.wants and value in arrived}
 
     def _backward_of(
-        self, call: _Call, arrived: dict[Traced, torch.fx.Node], add: Callable[[Traced, torch.fx.Node], None]
+        self, call: _Call, arrived: dict[StepValue, torch.fx.Node], add: Callable[[StepValue, torch.fx.Node], None]
     ) -> None:
         there = [arrived[x] for x in call.results if x in arrived]
         lacking = tuple(there) if all(x in self.step.may_lack for x in there) else ()
@@ -384,7 +386,9 @@ class _Builder:
                         self.step.may_lack.add(env[found])
                     add(leaf, env[found])
 
-    def _arriving(self, result: Traced, arrived: dict[Traced, torch.fx.Node], beside_others: bool) -> torch.fx.Node:
+    def _arriving(
+        self, result: StepValue, arrived: dict[StepValue, torch.fx.Node], beside_others: bool
+    ) -> torch.fx.Node:
         """Return the gradient of a result, zeros where none comes."""
         grad, fake = arrived.pop(result, None), result.fake
         if grad is None:
@@ -395,7 +399,7 @@ class _Builder:
         return grad  # type: ignore[no-any-return]
 
     def _backward_of_branch(
-        self, call: _Call, grad: torch.fx.Node, add: Callable[[Traced, torch.fx.Node], None]
+        self, call: _Call, grad: torch.fx.Node, add: Callable[[StepValue, torch.fx.Node], None]
     ) -> None:
         for leaf, side in zip(call.leaves, (True, False), strict=True):
             if not leaf.wants:
@@ -411,10 +415,10 @@ class _Builder:
 
 def _is_no_tensor(x: Any) -> bool:
     """Check for an input of the program that is neither a tensor nor a number: the states of torch's generator."""
-    return isinstance(x, Traced) and not isinstance(x.fake, torch.Tensor)
+    return isinstance(x, StepValue) and not isinstance(x.fake, torch.Tensor)
 
 
-def _unflattened(values: Sequence[Traced], results: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+def _unflattened(values: Sequence[StepValue], results: Sequence[Any], spec: pytree.TreeSpec) -> Any:
     each = iter(values)
     return pytree.tree_unflatten([next(each) if isinstance(x, torch.Tensor) else x for x in results], spec)
 
