@@ -31,7 +31,7 @@ from running import Runs
 import autopar
 from autopar.allocations import Allocations
 from autopar.capture import capture
-from autopar.certificate import peak_of, recount
+from autopar.certificate import check, microbatch_run, peak_of
 from autopar.lower.freed_tensors import EMPTIED
 from autopar.planfile.writing import save
 from autopar.plans.plan import StagePlan
@@ -167,7 +167,7 @@ def rank(name: str, ranks: int, steps: int, plan: str | None, precision: str | N
         found[f"{way}_peak"] = count.peak_bytes
     if ranks > 1:
         for way in ways:
-            counter = recount.CollectiveCount()
+            counter = microbatch_run.CollectiveCount()
             with counter:
                 one(way)
             found[f"{way}_collectives"] = bytes_by_kind(counter.seen)
@@ -179,20 +179,20 @@ def rank(name: str, ranks: int, steps: int, plan: str | None, precision: str | N
 def certified(graph: Graph, plan: StagePlan) -> dict[str, Any]:
     """Return what the certificate counts of a plan: collectives of its program, and the peak beside what is stored."""
 
-    class Kept(recount.CollectiveCount):
+    class Kept(microbatch_run.CollectiveCount):
         last: Any = None
 
         def __init__(self) -> None:
             super().__init__()
             Kept.last = self
 
-    before, recount.CollectiveCount = recount.CollectiveCount, Kept
+    before, microbatch_run.CollectiveCount = microbatch_run.CollectiveCount, Kept
     try:
         cluster = load_cluster(f"local-x{len(plan.devices)}")
-        report = recount.check(plan, graph, cluster)
+        report = check(plan, graph, cluster)
         seen = list(Kept.last.seen)
     finally:
-        recount.CollectiveCount = before
+        microbatch_run.CollectiveCount = before
     peak = peak_of(plan, graph)
     stored = report.price.parameter_bytes + report.price.optimizer_bytes
     return {
