@@ -6,7 +6,8 @@
                        fused kernels never write
 :mod:`.memory_choices` what may be done about it, as strategies of the program; :mod:`.recomputable`: which operators
                        may be recomputed in the backward; :mod:`.recompute`: the segments that are
-:mod:`.moments`        what lives at each moment of a microbatch; :mod:`.reshard_needs`: and beside a reshard's step
+:mod:`.moments`        what lives at each moment of the :mod:`.microbatch_timeline`; :mod:`.gradient_moments`: gradients;
+                       :mod:`.reshard_needs`: what is needed beside a reshard's step
 :mod:`.stage_peaks`    the peak of a step, with others in flight: working memory
 :mod:`.kept`           in the program: bytes of what autograd keeps; :mod:`.moment_rows`: of what is there at one
                        moment of a step, the rows of the memory limit

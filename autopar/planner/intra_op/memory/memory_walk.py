@@ -370,8 +370,11 @@ class Walk:
 
     def local_bytes(self, ref: Ref, state: State) -> int:
         """Return the bytes of a tensor on one rank."""
-        spec = self.graph.spec(ref)
-        return _bytes(local_shape(spec.shape, state, self.mesh), spec.item_bytes)
+        return _bytes(self.shape((ref, state)), self.graph.spec(ref).item_bytes)
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """Return the shape of a value on one rank."""
+        return local_shape(self.graph.spec(value[0]).shape, value[1], self.mesh)
 
     def needs(self, i: int, arriving: tuple[Strides, ...] = ()) -> Needs:
         """Return the working memory of an operator.

@@ -27,7 +27,8 @@ from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.kept import KeptBytes
 from autopar.planner.intra_op.memory.ledger import Entry
 from autopar.planner.intra_op.memory.memory_walk import Walk
-from autopar.planner.intra_op.memory.moments import MADE, SLOTS, Span, StepMoments
+from autopar.planner.intra_op.memory.microbatch_timeline import MADE, SLOTS, Span
+from autopar.planner.intra_op.memory.moments import StepMoments
 from autopar.planner.intra_op.memory.reshard_needs import reduction_needs
 from autopar.planner.intra_op.memory.stage_peaks import OPTIMIZER_COPIES, sends_back
 from autopar.plans.memory_decisions import KEEP
