@@ -29,8 +29,8 @@ from autopar.planner.intra_op.kept_state import storage_options
 from autopar.planner.intra_op.memory.kept import KeptBytes, StrategyRows
 from autopar.planner.intra_op.memory.ledger import Ledger
 from autopar.planner.intra_op.memory.memory_choices import MemoryOffers
-from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.planner.intra_op.memory.moment_rows import MomentRows
+from autopar.planner.intra_op.memory.walked_ledger import ledger
 from autopar.plans.memory_decisions import OFFLOAD, memory
 from autopar.plans.plan import ParamChoice, Recompute, segment_numbers
 from autopar.plans.stepped_by import stepped_by

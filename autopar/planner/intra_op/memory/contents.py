@@ -18,6 +18,7 @@ from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.microbatch_timeline import SLOTS
 from autopar.planner.intra_op.memory.moments import StepMoments
 from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
+from autopar.planner.intra_op.memory.walked_ledger import ledger_of
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import StagePlan
 from autopar.plans.prices import Fullest, Moment, StagePeaks
@@ -93,7 +94,7 @@ class StageContents:
         }  # fmt: skip
         plan = self.plan
         walk = Walk(self.graph, rules, plan.mesh, chosen, plan.reshard_paths, plan.memory, kernels=self.pricer.kernels)
-        return walk, walk.ledger()
+        return walk, ledger_of(walk)
 
     def moments(self, accumulates: bool) -> StepMoments:
         """Return a microbatch with the lifetime of everything in it.

@@ -65,7 +65,7 @@ class GradientMoments:
         for at, what in enumerate(self.walk.order):
             if isinstance(what, int):
                 node = self.graph.nodes[what]
-                read = zip(node.refs, self.walk.strategy(what, node).ins, strict=True)
+                read = zip(node.refs, self.walk.calls.strategy(what).ins, strict=True)
                 for ref, state in read:
                     if ref.node in self.params and state == self.params[ref.node].used:
                         first.setdefault((ref, state), at)
@@ -81,7 +81,7 @@ class GradientMoments:
         node = graph.nodes[i]
         if not node.needs_grad:
             return
-        strategy = walk.strategy(i, node)
+        strategy = walk.calls.strategy(i)
         outs = [Ref(i, k) for k, spec in enumerate(node.outs) if spec is not None]
         values = [
             (ref, state) for ref, state, grad in zip(outs, strategy.outs, grads_of(graph, node)[1], strict=True) if grad
