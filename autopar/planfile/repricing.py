@@ -17,7 +17,8 @@ from autopar.planner.intra_op.memory.walked_ledger import ledger_of
 from autopar.planner.intra_op.plan_completion import complete, demand, needs
 from autopar.plans.clusters import check_mesh
 from autopar.plans.memory_decisions import RECOMPUTE
-from autopar.plans.plan import Pins, Solution, StagePlan, reshard_key, segment_numbers
+from autopar.plans.pins import Pins
+from autopar.plans.plan import Solution, StagePlan, reshard_key, segment_numbers
 from autopar.plans.prices import ONE_VERSION, KeptVersions, Price
 from autopar.plans.stage_graphs import first_op
 from autopar.rules.strategy import strategy_named
