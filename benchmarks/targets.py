@@ -89,7 +89,7 @@ def _own(case: str, loaded: Any, captured: Any, layouts: Any, folders: Path | No
     """Return autopar's own best plan: that of an earlier run with these folders, or of a search."""
     from autopar.planfile import bind, dumps, open_
     from autopar.planner import planning
-    from autopar.plans.plan import Pins
+    from autopar.plans.pins import Pins
     from autopar.plans.request import PlanRequest
     from hardware_profiles import load_cluster
 

@@ -61,11 +61,6 @@ class HostCopies:
         """Return the seconds of copies to the device, one after another, nothing going out."""
         return copies * self.link.latency_seconds + n_bytes / self.to_device_rate
 
-    def busy(self, out_seconds: float, in_seconds: float) -> float:
-        """Return how long the link is busy with copies of both directions, each counted alone."""
-        shorter, longer = sorted((out_seconds, in_seconds))
-        return shorter / self.both_fraction + (longer - shorter)
-
     @property
     def both_fraction(self) -> float:
         """Part of its rate that each direction keeps while the other copies, the host's memory included."""
@@ -75,10 +70,6 @@ class HostCopies:
     def both_gain(self) -> float:
         """Part of the shorter direction's seconds that is saved while both directions copy at once."""
         return 2 - 1 / self.both_fraction
-
-    def waited(self, out_seconds: float, in_seconds: float, compute_seconds: float) -> float:
-        """Return what a phase waits for its copies: how long the link is busy beyond the phase's compute."""
-        return max(0.0, self.busy(out_seconds, in_seconds) - compute_seconds)
 
     @property
     def memory_bytes(self) -> float:

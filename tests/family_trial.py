@@ -44,7 +44,8 @@ from autopar.errors import AutoparError
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.planning import can_be_cut, in_stages
-from autopar.plans.plan import Pins, StagePlan
+from autopar.plans.pins import Pins
+from autopar.plans.plan import StagePlan
 from autopar.plans.request import PlanRequest
 from autopar.progress import heard
 from autopar.rules.discovery import why_not_found

@@ -41,16 +41,16 @@ class _Calls:
             exported.left = recorder.left.all
             for owner, name in recorder.set_on_none.values():
                 setattr(owner, name, None)
-            if recorder.only_set:
-                raise _set_error(recorder.only_set)
+            if recorder.buffers.only_set:
+                raise _set_error(recorder.buffers.only_set)
             if recorder.kept.keys() != recorder.set_on_none.keys() | recorder.into.keys():
                 raise _kept_error(list(recorder.kept.values()))
-            drawn = recorder.drew()
+            drawn = recorder.draws.drew()
             if drawn:
-                before = recorder.states()
-                place = draw_place(lambda: self._export(answer), recorder.states)
-                again = not all(map(same_state, before, recorder.states()))
-                recorder.set_back()
+                before = recorder.draws.states()
+                place = draw_place(lambda: self._export(answer), recorder.draws.states)
+                again = not all(map(same_state, before, recorder.draws.states()))
+                recorder.draws.set_back()
                 _refuse_draws(drawn, place, again)
         return recorder, exported
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from autopar.frontends.models import Loaded
     from autopar.planfile import Document
     from autopar.planner.inter_op.replan import Replanner
-    from autopar.plans.plan import Pins, Plan, Solution
+    from autopar.plans.pins import Pins
+    from autopar.plans.plan import Plan, Solution
     from autopar.words.graph import Graph
     from autopar.words.precision import Precision
     from hardware_profiles import Cluster

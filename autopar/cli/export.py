@@ -132,7 +132,7 @@ def _exporter(document: Document, path: Path, to: str, model: str | None, *, tru
     from autopar.capture.microbatches import rows_of
     from autopar.planner.layouts.pricing import PricedLayouts
     from autopar.planner.planning import options_of
-    from autopar.plans.plan import Pins
+    from autopar.plans.pins import Pins
     from autopar.plans.request import PlanRequest
     from autopar.targets import target_named
     from autopar.targets.exporting import Exporter

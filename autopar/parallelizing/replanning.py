@@ -25,7 +25,8 @@ from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.planning import Outcome, on_only_mesh, wishes_of
-from autopar.plans.plan import DEVICE, HOST, Pins, Plan, StagePlan
+from autopar.plans.pins import Pins
+from autopar.plans.plan import DEVICE, HOST, Plan, StagePlan
 from autopar.plans.stage_graphs import cut, hot_ops
 from autopar.rules.experts.expert_load import with_load
 from autopar.rules.notation import Rule

@@ -16,7 +16,7 @@ from autopar.planfile.file_errors import FileErrors, Section
 from autopar.planfile.states import read_state
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.plans.offload_options import parse_offload
-from autopar.plans.plan import Pins
+from autopar.plans.pins import Pins
 from autopar.plans.plan_options import PINS
 from autopar.plans.request import parse_kept
 from autopar.rules.registry import rules_of

@@ -16,7 +16,8 @@ from autopar.planfile.stage_entries import StageReader
 from autopar.planfile.writing import step_checksum
 from autopar.planner.inter_op.simulating.timing import step_of, timing_of
 from autopar.plans.device_groups import check_places, check_within
-from autopar.plans.plan import Pins, Plan, StagePlan
+from autopar.plans.pins import Pins
+from autopar.plans.plan import Plan, StagePlan
 from autopar.plans.stage_graphs import StageGraph, cut, first_op, stage_edges_of
 from autopar.plans.weight_versions import versions_of
 from autopar.rules.experts.expert_load import with_load

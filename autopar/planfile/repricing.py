@@ -13,10 +13,12 @@ from autopar.planner.intra_op.building.price import Pricer, pricer
 from autopar.planner.intra_op.memory.ledger import recompute_seconds
 from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
+from autopar.planner.intra_op.memory.walked_ledger import ledger_of
 from autopar.planner.intra_op.plan_completion import complete, demand, needs
 from autopar.plans.clusters import check_mesh
 from autopar.plans.memory_decisions import RECOMPUTE
-from autopar.plans.plan import Pins, Solution, StagePlan, reshard_key, segment_numbers
+from autopar.plans.pins import Pins
+from autopar.plans.plan import Solution, StagePlan, reshard_key, segment_numbers
 from autopar.plans.prices import ONE_VERSION, KeptVersions, Price
 from autopar.plans.stage_graphs import first_op
 from autopar.rules.strategy import strategy_named
@@ -110,7 +112,7 @@ def _priced(
             Walk(graph, rules, done.mesh, chosen, ways, done.memory, kernels=priced.kernels)
             for ways in (reshard_paths, done.reshard_paths)
         )
-        with_kept, without = walk.ledger(), walk_without.ledger()
+        with_kept, without = ledger_of(walk), ledger_of(walk_without)
         for sign, ways, holds in ((1, reshard_paths, with_kept), (-1, done.reshard_paths, without)):
             segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
             beside_others = hidden(graph, rules, priced, chosen, ways, segment_of).values()

@@ -15,7 +15,8 @@ from autopar.planfile.file_errors import Section
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.plan_completion import demand
 from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT, REGATHER
-from autopar.plans.plan import HOST, VERSION, Pins, Plan, StagePlan, one_stage, reshard_key
+from autopar.plans.pins import Pins
+from autopar.plans.plan import HOST, VERSION, Plan, StagePlan, one_stage, reshard_key
 from autopar.plans.stage_graphs import cut
 from autopar.rules.option_names import as_written
 from autopar.rules.registry import rules_of

@@ -32,7 +32,8 @@ from autopar.planner.microbatch_graphs import MicrobatchGraphs, part_of
 from autopar.planner.plan_notes import next_best, notes_on, notes_on_matrices, with_note_on_statistics
 from autopar.plans.memory_decisions import OFFLOAD
 from autopar.plans.offload_options import parse_offload
-from autopar.plans.plan import Pins, Plan
+from autopar.plans.pins import Pins
+from autopar.plans.plan import Plan
 from autopar.plans.request import PlanRequest
 from autopar.rules.experts.expert_load import notes_on_load, with_load
 from autopar.words.graph import Graph

@@ -3,7 +3,8 @@
 The plan
 
 ======================== ==============================================================================================
-:mod:`.plan`             every decision: stages, schedule, stage edges; :mod:`.plan_table`: its table in a notebook
+:mod:`.plan`             every decision: stages, schedule, stage edges; :mod:`.pins`: which of them the user made;
+                         :mod:`.plan_table`: its table in a notebook
 :mod:`.device_groups`    where its stages run; :mod:`.stage_graphs`: a graph cut into their graphs
 :mod:`.transfer`         transfers between stages: which rank sends which shard to which rank
 :mod:`.moving`           parameters from one plan's layout to another's; :mod:`.moving_cost`: bytes, seconds and

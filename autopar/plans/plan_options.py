@@ -4,7 +4,7 @@ From these records come the checks of arguments (:mod:`autopar.parallelizing.arg
 :func:`autopar.plan` and :func:`autopar.parallelize`, the options of ``autopar plan`` with their help, the ``pins`` of
 plan files (:mod:`autopar.planfile.pins`), those of each stage of a pipeline, and the words for what a user chose. A new
 option is a record here, an argument in both signatures (a test compares them), a field of
-:class:`~autopar.plans.plan.Pins` if a plan remembers it, and whatever honours it.
+:class:`~autopar.plans.pins.Pins` if a plan remembers it, and whatever honours it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from autopar.errors import AutoparError
 from autopar.plans.offload_options import is_offload
-from autopar.plans.plan import Pins
+from autopar.plans.pins import Pins
 from autopar.words.load_shares import MEASURED, UNIFORM
 from autopar.words.precision import ALLOWED, AUTO, OR, PRESETS, Precision
 from autopar.words.texts import show_bytes
@@ -58,7 +58,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Pin:
-    """A field of :class:`~autopar.plans.plan.Pins`.
+    """A field of :class:`~autopar.plans.pins.Pins`.
 
     Attributes:
         form: how it is written in a plan file, a key of ``autopar.planfile.pins.FORMS``.
@@ -85,7 +85,7 @@ class PlanOption:
         right, wanted: whether a value has the right type, and what one is, for messages.
         told: its text in docstrings.
         flags: the options of ``autopar plan`` for it.
-        pins: the fields of :class:`~autopar.plans.plan.Pins` that remember it.
+        pins: the fields of :class:`~autopar.plans.pins.Pins` that remember it.
         pipelines: only a pipeline can honour it, so it requires one.
     """
 

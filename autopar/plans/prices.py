@@ -126,7 +126,7 @@ ONE_VERSION = KeptVersions()
 class Moment(NamedTuple):
     """A moment of a step: operator ``node`` runs, forward or backward.
 
-    ``slot`` says what of its backward it is (:data:`autopar.planner.intra_op.memory.moments.SLOTS`).
+    ``slot`` says what of its backward it is (:data:`autopar.planner.intra_op.memory.microbatch_timeline.SLOTS`).
     """
 
     node: int

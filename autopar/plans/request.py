@@ -9,7 +9,8 @@ from typing import Any
 
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.plans.offload_options import parse_offload
-from autopar.plans.plan import LIFETIMES, MEMORIES, Pins
+from autopar.plans.pins import Pins
+from autopar.plans.plan import LIFETIMES, MEMORIES
 from autopar.plans.plan_options import BY_NAME, MOST_AXES, PLAN_OPTIONS
 from autopar.words.load_shares import MEASURED, parse_load
 from autopar.words.meshes import Mesh

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.planner.intra_op.memory.contents import StageContents
-from autopar.planner.intra_op.memory.moments import SLOTS, Lifetime, StepMoments
+from autopar.planner.intra_op.memory.microbatch_timeline import SLOTS, Lifetime
+from autopar.planner.intra_op.memory.moments import StepMoments
 from autopar.plans.plan import Plan
 from autopar.report import Facts
 from autopar.report.memory_contents import DeviceMemory

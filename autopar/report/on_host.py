@@ -10,7 +10,7 @@ from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.parameter_load import parameter_load
 from autopar.planner.intra_op.building.price import Pricer, pricer
 from autopar.planner.intra_op.memory.ledger import use_of_link
-from autopar.planner.intra_op.memory.memory_walk import ledger
+from autopar.planner.intra_op.memory.walked_ledger import ledger
 from autopar.plans.memory_decisions import OFFLOAD
 from autopar.plans.plan import ParamChoice, Plan, StagePlan
 from autopar.plans.stage_graphs import cut

@@ -14,7 +14,7 @@ from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.building.hidden_seconds import hidden_in
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import Ledger, recompute_seconds, waiting_seconds
-from autopar.planner.intra_op.memory.memory_walk import ledger
+from autopar.planner.intra_op.memory.walked_ledger import ledger
 from autopar.plans.plan import StagePlan, reshard_key
 from autopar.plans.prices import Price
 from autopar.plans.stepped_by import stepped_by

@@ -432,7 +432,8 @@ def resumed(kind: str, how: str) -> float:
 
 def ways_back(sizes: tuple[int, ...], placements: list[str]) -> bool:
     """Tensors that come to their owners and back are what they were."""
-    from autopar.runtime.parameters.state import local_of, state_of
+    from autopar.runtime.parameters.placed_alike import state_of
+    from autopar.runtime.parameters.state import local_of
     from autopar.runtime.parameters.to_owners import Stored
 
     mesh, drawn = mesh_of(*sizes), torch.Generator().manual_seed(3)

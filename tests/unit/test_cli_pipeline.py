@@ -62,7 +62,7 @@ def test_certificate(folder: Path) -> None:
     with mock.patch("autopar.certificate.peak_of", lambda *_: Peak(2**40, "backward: aten.mm")):
         code, out, _ = command("check", "--trust", folder / "plan.json")
     assert code == 1 and "1.00 TiB at once (backward: aten.mm)" in out
-    with mock.patch("autopar.certificate.recount.optimizer_state_bytes", lambda *_: 1):
+    with mock.patch("autopar.certificate.stored_parameters.optimizer_state_bytes", lambda *_: 1):
         code, out, _ = command("check", "--trust", folder / "plan.json")
     assert code == 1 and "stage 1: optimizer_bytes: the plan says" in out and "certified" not in out
 

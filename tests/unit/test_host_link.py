@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cost_models.host_link import devices_of_a_host, host_copies
+from cost_models.host_link import HostCopies, devices_of_a_host, host_copies
 from hardware_profiles import HostLink, ProfileError, load_cluster, load_device
 
 LINK = HostLink("test", 10e9, 20e9, both_fraction=0.5, shared_by=2, latency_seconds=0.0, memory_bytes=100e9,
@@ -37,8 +38,6 @@ devices = 1
 
 
 def copies_of(devices: int):
-    from cost_models.host_link import HostCopies
-
     return HostCopies(LINK, devices)
 
 
@@ -49,10 +48,9 @@ def test_devices_share_a_wire_and_a_memory():
 
 
 def test_both_directions_slow_each_other_down():
-    assert copies_of(1).busy(1.0, 0.0) == 1.0
-    assert copies_of(1).busy(1.0, 3.0) == pytest.approx(1.0 / 0.5 + 2.0)
-    assert copies_of(1).waited(1.0, 3.0, 10.0) == 0.0
-    assert copies_of(1).waited(1.0, 3.0, 3.5) == pytest.approx(0.5)
+    assert copies_of(1).both_fraction == 0.5 and copies_of(1).both_gain == 0.0
+    slow_memory = HostCopies(replace(LINK, both_fraction=0.9, memory_bytes_per_second=1.5e10))
+    assert slow_memory.both_fraction == pytest.approx(12 / 22) and slow_memory.both_gain == pytest.approx(2 - 22 / 12)
 
 
 def test_built_in_gpus_have_a_host_and_processors_have_none():

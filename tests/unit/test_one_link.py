@@ -37,6 +37,12 @@ def link(both_fraction: float) -> HostCopies:
     return HostCopies(HostLink("test", 1.0, 1.0, both_fraction, 1, 0.0, 1e12, 1e12))
 
 
+def busy(copies: HostCopies, out_seconds: float, in_seconds: float) -> float:
+    """Return how long a link is busy with copies of both directions, each counted alone."""
+    shorter, longer = sorted((out_seconds, in_seconds))
+    return shorter / copies.both_fraction + (longer - shorter)
+
+
 def waited(of_step: HostSeconds, both_fraction: float) -> list[float]:
     """Return what passes of 10 seconds wait for parameters, beside 7 seconds of activations that nothing waits for."""
     moved = [Moved(7.0, 7.0, 0, 0)]
@@ -59,8 +65,8 @@ def test_directions_help_each_other_as_far_as_the_link_can() -> None:
     coming = HostSeconds(coming=ParameterSeconds(gathers=5.0))
     assert waited(coming, 1.0) == pytest.approx([5 * LOST, 0, 0, 0])
     assert waited(coming, 0.5) == pytest.approx([2 + 3 * LOST, 0, 0, 0])
-    busy = link(0.6).busy(7.0, 5.0)  # 10.3 seconds
-    assert waited(coming, 0.6) == pytest.approx([busy - 10 + (15 - busy) * LOST, 0, 0, 0])
+    both = busy(link(0.6), 7.0, 5.0)  # 10.3 seconds
+    assert waited(coming, 0.6) == pytest.approx([both - 10 + (15 - both) * LOST, 0, 0, 0])
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +113,8 @@ def carried(stage: StagePlan, captured: Captured, cluster: Cluster) -> float:
     once = sum(copies.to_device(4 * prod(node.out.shape)) for node, lifetime in params if lifetime == "step")
     each = sum(copies.to_device(4 * prod(node.out.shape)) for node, lifetime in params if lifetime == "use")
     passes = stage.microbatches
-    first = copies.busy(out, once + each) + copies.busy(once + each, back + each)
-    return first + (passes - 1) * (copies.busy(out, each) + copies.busy(each, back + each))
+    first = busy(copies, out, once + each) + busy(copies, once + each, back + each)
+    return first + (passes - 1) * (busy(copies, out, each) + busy(copies, each, back + each))
 
 
 @pytest.mark.parametrize("offload", BOTH, ids=lambda offload: str(list(offload)[1]))

@@ -68,7 +68,7 @@ def test_axes_are_named_by_what_they_shard() -> None:
             mesh=mesh, ops={first: ops["first"], last: ops["last"]}, params={}, recompute=(), memory={}
         )  # fmt: skip
         schedule = SimpleNamespace(n_ranks=1, name="none")
-        plan = SimpleNamespace(stages=(stage,), schedule=schedule, pins=autopar.plans.plan.Pins())
+        plan = SimpleNamespace(stages=(stage,), schedule=schedule, pins=autopar.plans.pins.Pins())
         return plan_in_words(captured.graph, plan)  # type: ignore[arg-type]
 
     assert words(first=("n", "b"), last=("k", "b")) == "TP 2, DP 4"

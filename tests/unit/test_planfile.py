@@ -24,7 +24,8 @@ from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.plan_completion import complete
 from autopar.planner.intra_op.random_plans import random_plan
-from autopar.plans.plan import VERSION, ParamChoice, Pins, Plan, Solution
+from autopar.plans.pins import Pins
+from autopar.plans.plan import VERSION, ParamChoice, Plan, Solution
 from autopar.plans.prices import Price
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named

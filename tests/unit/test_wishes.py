@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 from autopar.parallelizing import arguments
 from autopar.planfile.pins import FORMS
 from autopar.planner.inter_op.stage_pins import PARTS
-from autopar.plans.plan import Pins
+from autopar.plans.pins import Pins
 from autopar.plans.plan_options import BY_NAME, PINS, PLAN_OPTIONS, pin_words
 from autopar.plans.request import PlanRequest, request_of
 from autopar.words.meshes import Mesh

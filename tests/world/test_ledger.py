@@ -23,8 +23,8 @@ from autopar.lower.emit import lower
 from autopar.lower.freed_tensors import Backwards, Freed
 from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.planner.intra_op.memory.recompute import segments_of
+from autopar.planner.intra_op.memory.walked_ledger import ledger
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.plan_completion import complete
 from autopar.planner.intra_op.random_plans import random_plan

@@ -22,7 +22,8 @@ from autopar.comparison.program_vs_eager import (
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.planning import in_stages
-from autopar.plans.plan import Pins, StagePlan
+from autopar.plans.pins import Pins
+from autopar.plans.plan import StagePlan
 from autopar.plans.request import PlanRequest
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster

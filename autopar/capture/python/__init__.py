@@ -1,7 +1,7 @@
 """Python values that a model's code reads and writes while it is traced.
 
 ========================= =============================================================================================
-:mod:`.python_reads`      attributes that are read and written, as they are
+:mod:`.python_reads`      attributes that are read and written, as they are; :mod:`.buffer_writes`: and buffers
 :mod:`.containers`        what attributes, lists and dicts held before a forward, and hold after it
 :mod:`.globals_read`      globals and free variables, found in the code; :mod:`.bytecode`: the one file that reads it
 :mod:`.generators`        random numbers from outside torch

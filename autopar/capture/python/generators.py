@@ -7,7 +7,7 @@ import functools
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -43,19 +43,6 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-State = tuple[str, Callable[[], Any], Any, Callable[[Any], Any]]
-
-
-def global_states() -> list[State]:
-    """Return ``(name, read its state, its state now, set it)`` of the generators that modules share."""
-    states: list[State] = [("random", random.getstate, random.getstate(), random.setstate)]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy_random = numpy.random
-        states.append(("numpy.random", numpy_random.get_state, numpy_random.get_state(), numpy_random.set_state))
-    return states
-
-
 def same_state(a: Any, b: Any) -> bool:
     """Check that a generator was not drawn from between two states."""
     if isinstance(a, dict):
@@ -64,6 +51,50 @@ def same_state(a: Any, b: Any) -> bool:
         return all(map(same_state, a, b))
     same = a == b
     return bool(same.all()) if hasattr(same, "all") else bool(same)
+
+
+State = tuple[str, Callable[[], Any], Any, Callable[[Any], Any]]
+
+
+class WatchedGenerators:
+    """The generators that a trace may draw from: ``(name, read its state, its first state, set it)`` of each."""
+
+    def __init__(self) -> None:
+        self.all: list[State] = []
+        self.known: set[int] = set()
+
+    def begin(self, from_outside: Iterable[tuple[str, Any, Any]]) -> None:
+        """Watch the generators that modules share, and names, generators and states of those that code names."""
+        self.all.append(("random", random.getstate, random.getstate(), random.setstate))
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy_random = numpy.random
+            self.all.append(("numpy.random", numpy_random.get_state, numpy_random.get_state(), numpy_random.set_state))
+        for label, generator, state in from_outside:
+            self._watch(label, generator, state)
+
+    def note(self, generator: Any, label: str) -> None:
+        """Watch a generator that hangs on a module, from the first read on."""
+        if id(generator) not in self.known:
+            self.known.add(id(generator))
+            self._watch(label, generator, state_of(generator))
+
+    def _watch(self, label: str, generator: Any, state: Any) -> None:
+        get, put = functools.partial(state_of, generator), functools.partial(set_state, generator)
+        self.all.append((label, get, state, put))
+
+    def drew(self) -> list[str]:
+        """Return the generators that the trace drew from."""
+        return [name for name, get, state, _ in self.all if not same_state(get(), state)]
+
+    def states(self) -> tuple[Any, ...]:
+        """Return the states of the generators, which tell whether any is drawn from."""
+        return tuple(get() for _, get, _, _ in self.all)
+
+    def set_back(self) -> None:
+        """Give the generators the states that they had."""
+        for _, _, state, put in reversed(self.all):  # of one that is watched twice, the earlier state
+            put(state)
 
 
 def draw_place(trace: Callable[[], Any], states: Callable[[], Any]) -> str:

@@ -9,7 +9,6 @@ every call), and generators of random numbers outside torch, whose state shows w
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ import torch
 
 from autopar.capture.python.attribute_lookups import Lookups, behind, can_tell, stored
 from autopar.capture.python.attribute_outputs import LeftBehind
+from autopar.capture.python.buffer_writes import BufferWrites
 from autopar.capture.python.bytecode import only_appends, only_counts
 from autopar.capture.python.containers import (
     OfTheCallBefore,
@@ -41,7 +41,7 @@ from autopar.capture.python.frozen_values import (
     says_the_same,
     show,
 )
-from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
+from autopar.capture.python.generators import WatchedGenerators, is_generator
 from autopar.capture.python.globals_read import Free, free_values
 from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.user_lines import from_machinery, user_line
@@ -96,20 +96,12 @@ class Recorder:
         """Tensors of :attr:`kept` that stand in attributes which were None: their owners and names."""
         self.set_first: dict[tuple[int, str], str] = {}
         """Attributes that are given tensors before anything reads them: what they are called, and where."""
-        self.only_set: list[str] = []
-        """Attributes of :attr:`set_first` that are buffers, registered as None, and that are given tensors of data."""
-        self.fills: set[tuple[int, str]] = set()
-        """Buffers that were None, and that forward fills with what no data is in: the model's own call fills them, too,
-        which is no change of the program."""
+        self.buffers = BufferWrites()
         self.examined: set[tuple[int, str]] = set()
         """Attributes with lists that are read for more than to append to them."""
         self.into: dict[tuple[int, str], Any] = {}
         """Tensors of :attr:`kept` that stand in lists and dicts: what these hold when forward ends."""
-        self.held: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
-        """Modules with their buffers before the trace: register_buffer sets none of their attributes."""
-        self.traced: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
-        """The same with the trace's own tensors, when forward begins."""
-        self.generators: dict[int, tuple[Any, str, Any]] = {}
+        self.draws = WatchedGenerators()
         self.left = LeftBehind()
         self.before_set: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         """Attributes that forward sets to more than plain values: their owners and names, and what they held."""
@@ -135,8 +127,8 @@ class Recorder:
         for value in self.free:
             if value.read.value is OTHER:
                 self._adopt(value.value, value.read.path if value.read.kind == "cell" else value.read.name)
-        self.held = [(m, path, dict(m._buffers)) for m, path in self.owned.values() if isinstance(m, torch.nn.Module)]
-        self.drawn = global_states()
+        self.buffers.begin(self.owned.values())
+        self.draws.begin((v.read.label, v.value, v.state) for v in self.free if v.state is not None)
         self.begin = self.root.register_forward_pre_hook(self._forward_begins)
         self.end = self.root.register_forward_hook(self._forward_ends)
         return self
@@ -146,12 +138,7 @@ class Recorder:
         self.begin.remove()
         self.end.remove()
         self._ended()
-        for module, _, buffers in self.held:
-            for name in [name for name in module._buffers if buffers.get(name) is None]:
-                if name in buffers:
-                    module._buffers[name] = None
-                else:
-                    del module._buffers[name]  # the trace's own tensor, which is of no use to anybody
+        self.buffers.restore()
         self.lookups.end()
         for owner, name, before in self.before_set.values():
             attributes = vars(owner)
@@ -186,7 +173,7 @@ class Recorder:
         where = user_line(frame)
         path = owner_and_path[1]
         if is_generator(value):
-            self.generators.setdefault(id(value), (value, ReadValue(path, name, None).label, state_of(value)))
+            self.draws.note(value, ReadValue(path, name, None).label)
             return
         with DisableTorchFunction():  # the recorder itself looks at the tensors
             frozen_value = frozen(value)
@@ -275,18 +262,14 @@ class Recorder:
             self.fresh.add(key)
             self.set_first.setdefault(key, f"{ReadValue(path, name, None).label} at {user_line(frame)}")
             return
-        if not from_machinery(frame) and depends_on_data(value, self._buffers_before()):
+        if not from_machinery(frame) and depends_on_data(value, self.buffers.before()):
             self.kept[key] = f"{ReadValue(path, name, None).label} at {user_line(frame)}"
             if key in self.first and self.raw[key] is None:
                 self.set_on_none[key] = owner, name
 
     def _forward_begins(self, *_: object) -> None:
-        self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
+        self.buffers.forward_begins()
         _set_in_forward(True)
-
-    def _buffers_before(self) -> list[torch.Tensor | None]:
-        """Return the trace's buffers at the beginning of forward."""
-        return [buffer for _, _, buffers in self.traced for buffer in buffers.values()]
 
     def _forward_ends(self, module: torch.nn.Module, _args: PyTree, output: PyTree) -> PyTree:
         """Look, while the trace still runs, for tensors that were put into containers.
@@ -304,30 +287,8 @@ class Recorder:
                 if type(container) in (list, dict) and vars(owner).get(read.name) is container:
                     self.into[key] = shallow_copy(container)
                     self.left.note_filled(owner, read.path, read.name, before)
-        buffers_before = self._buffers_before()
-        assigned: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
-        for module, path, buffers in self.traced:
-            for name, value in module._buffers.items():
-                before = buffers.get(name)
-                if before is value or not isinstance(value, torch.Tensor):
-                    continue
-                if before is not None and (before.shape, before.dtype) == (value.shape, value.dtype):
-                    shared = value._is_view() or any(
-                        value is b for b in buffers_before
-                    )  # two buffers may change places
-                    assigned.append((module, name, before, value.detach().clone() if shared else value))
-                elif before is not None or depends_on_data(value, buffers_before):
-                    key = id(module), name
-                    if before is None and name in buffers and key in self.set_first:
-                        self.only_set.append(self.set_first[key])
-                        continue
-                    label = ReadValue(path, name, None).label
-                    self.kept.setdefault(key, f"{label}, which forward registers as a buffer")
-                else:
-                    self.fills.add((id(module), name))
-        with torch.no_grad():
-            for module, name, before, value in assigned:  # another tensor in a buffer's place: it takes its values
-                module._buffers[name] = before.copy_(value)
+        for key, label in self.buffers.forward_ends(self.set_first).items():
+            self.kept.setdefault(key, label)
         left = self.left.at_the_end()
         return (output, left) if left else None
 
@@ -417,31 +378,9 @@ class Recorder:
             if is_plain(value.value):
                 value.restore()
 
-    def drew(self) -> list[str]:
-        """Return the generators of random numbers outside torch that the trace drew from."""
-        return [name for name, get, _, state in self._generators() if not same_state(get(), state)]
-
-    def states(self) -> tuple[Any, ...]:
-        """Return the states of the generators, which tell whether any is drawn from."""
-        return tuple(get() for _, get, _, _ in self._generators())
-
-    def set_back(self) -> None:
-        """Give the generators the states that they had."""
-        for _, _, put, state in self._generators():
-            put(state)
-
-    def _generators(self) -> Iterator[tuple[str, Any, Any, Any]]:
-        for name, get, state, put in self.drawn:
-            yield name, get, put, state
-        of_modules = [(label, generator, state) for generator, label, state in self.generators.values()]
-        from_outside = [(v.read.label, v.value, v.state) for v in self.free if v.state is not None]
-        for label, generator, state in (*of_modules, *from_outside):
-            get, put = functools.partial(state_of, generator), functools.partial(set_state, generator)
-            yield label, get, put, state
-
     def learn(self, other: Recorder) -> None:
         """Add the reads of another trace of the same model."""
-        self.fills |= other.fills
+        self.buffers.fills |= other.buffers.fills
         for key, (owner, read) in other.first.items():
             if key not in self.first:
                 self.first[key], self.raw[key] = (owner, read), other.raw.get(key)
@@ -459,7 +398,7 @@ class Recorder:
         memory = {tensor.untyped_storage()._cdata for tensor in constants.values()}
         plain = [(o, r) for o, r, t in self.plain.values() if t.untyped_storage()._cdata in memory]
         by_owner: dict[int, tuple[Any, list[ReadValue]]] = {}
-        read_first = [value for key, value in self.first.items() if key not in self.fills]
+        read_first = [value for key, value in self.first.items() if key not in self.buffers.fills]
         for owner, read in (*read_first, *plain):
             by_owner.setdefault(id(owner), (owner, []))[1].append(read)
         for owner, reads in by_owner.values():

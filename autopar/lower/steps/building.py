@@ -248,7 +248,8 @@ class _Builder:
 
             def run(tensors: Sequence[_Tensor]) -> Any:
                 each = iter(tensors)
-                args, kwargs = pytree.tree_unflatten([next(each) if isinstance(x, StepValue) else x for x in flat], spec)
+                given = [next(each) if isinstance(x, StepValue) else x for x in flat]
+                args, kwargs = pytree.tree_unflatten(given, spec)
                 return target(*args, **kwargs)
 
             try:

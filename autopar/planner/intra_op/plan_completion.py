@@ -14,6 +14,7 @@ from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.memory.ledger import Ledger, recompute_seconds, use_of_link
 from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
+from autopar.planner.intra_op.memory.walked_ledger import ledger_of
 from autopar.planner.intra_op.reshard import Edge, reshard_path
 from autopar.planner.intra_op.written_buffers import held_whole
 from autopar.plans.memory_decisions import RECOMPUTE, REGATHER, Memory, about_tensors, in_order
@@ -204,7 +205,7 @@ def complete(  # noqa: PLR0913  (all that a solver decided)
     decisions = that_can_be(graph, mesh, reshard_paths, memory or {})
     weighed = weighed or any(decisions.values())
     walk = Walk(graph, rules, mesh, chosen, reshard_paths, decisions, kernels=pricer.kernels) if weighed else None
-    holds = walk.ledger() if walk is not None else Ledger((), ())
+    holds = ledger_of(walk) if walk is not None else Ledger((), ())
     segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
     beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, reshard_paths, segment_of).values())
     price = _price(

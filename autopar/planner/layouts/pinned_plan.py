@@ -27,7 +27,8 @@ from autopar.planner.layouts.dim_classes import DimClasses
 from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, SHARD, TENSOR, OperatorCuts, strategy_of
 from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
 from autopar.plans.memory_decisions import REGATHER
-from autopar.plans.plan import ParamChoice, Pins, Plan, StagePlan, one_stage, reshard_key
+from autopar.plans.pins import Pins
+from autopar.plans.plan import ParamChoice, Plan, StagePlan, one_stage, reshard_key
 from autopar.plans.prices import KeptVersions, bytes_together
 from autopar.plans.stage_graphs import StageGraph, cut, stage_edges_of
 from autopar.plans.weight_versions import check_asynchronous, note_on_training, versions_of

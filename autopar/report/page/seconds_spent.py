@@ -17,7 +17,7 @@ from autopar.planner.intra_op.building.hidden_seconds import Hidden, hidden
 from autopar.planner.intra_op.building.parameter_load import parameter_load
 from autopar.planner.intra_op.building.price import Pricer, pricer
 from autopar.planner.intra_op.memory.ledger import Ledger, use_of_link, waiting_seconds
-from autopar.planner.intra_op.memory.memory_walk import ledger
+from autopar.planner.intra_op.memory.walked_ledger import ledger
 from autopar.plans.plan import Plan, StagePlan, reshard_key, segment_numbers
 from autopar.plans.stage_graphs import StageGraph
 from autopar.report.on_host import parameter_copies

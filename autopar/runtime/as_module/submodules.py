@@ -18,7 +18,7 @@ from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.methods import freeze_alike, is_called_by_program, method_of
 from autopar.runtime.one_mesh.left_attributes import refuse_left
 from autopar.runtime.one_mesh.statistics_anew import BATCH_NORMS, momentum_of, reset, set_momentum
-from autopar.runtime.parameters.state import placed_as
+from autopar.runtime.parameters.placed_alike import placed_as
 from autopar.runtime.parameters.user_module import PLACE
 from autopar.runtime.variants.run import ParallelRun
 from autopar.words.trees import PyTree

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.parameters.state import like
+from autopar.runtime.parameters.placed_alike import like
 from autopar.runtime.ranks.agree import same_error
 from autopar.runtime.ranks.collectives import as_sent
 from autopar.runtime.variants.run import EXTRA, ParallelRun, on_all_ranks

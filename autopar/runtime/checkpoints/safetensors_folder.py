@@ -22,7 +22,8 @@ from autopar.runtime.checkpoints.durable_files import SummedFile
 from autopar.runtime.checkpoints.full_state_dict import by_source, misfit, specs_of
 from autopar.runtime.checkpoints.safetensors_files import INDEX, NAMES, SINGLE, Writer
 from autopar.runtime.checkpoints.safetensors_files import stored_tensors as tensors_in
-from autopar.runtime.parameters.state import box_held, whole_of
+from autopar.runtime.parameters.placed_alike import box_held
+from autopar.runtime.parameters.state import whole_of
 from autopar.runtime.ranks.agree import everywhere
 from autopar.runtime.ranks.collectives import as_sent
 from autopar.runtime.variants.run import ParallelRun, on_all_ranks

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
-from autopar.runtime.parameters.state import like
+from autopar.runtime.parameters.placed_alike import like
 from autopar.runtime.ranks.collectives import as_sent
 from autopar.words.trees import PyTree
 from cost_models.optimizer_bytes import MUON

@@ -2,7 +2,7 @@
 
 ===================== ==================================================================================================
 :mod:`.state`         a parameter as it is stored and as it is used; :mod:`.redistribution`: the collectives between the
-                      two
+                      two; :mod:`.placed_alike`: other tensors placed as it is
 :mod:`.gathering`     parameters that are gathered together; :mod:`.prefetch`: when; :mod:`.narrow_gathers`: in eight
                       bits
 :mod:`.host_memory`   parameters in the memory of the host: copies of values in, of gradients out

@@ -29,8 +29,8 @@ from autopar.runtime.parameters.redistribution import Cut, ReshardStep, dense, g
 from autopar.runtime.ranks.devices import device_of
 from autopar.torch_private import DTensorSpec, TensorMeta
 from autopar.words.meshes import Mesh
-from autopar.words.placements import REPLICATED, State, shard
-from autopar.words.shards import Box, box_of, local_shape
+from autopar.words.placements import State
+from autopar.words.shards import box_of, local_shape
 
 Buffers = dict[str, tuple[torch.Tensor, State]]
 """This rank's part of each buffer and constant, and how it is placed, by name."""
@@ -141,42 +141,6 @@ def _where_it_is(
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
-def state_of(tensor: DTensor) -> State:
-    """Return the state of a stored DTensor; placements other than shards are replicated."""
-    return State(shard(p.dim) if isinstance(p, Shard) else REPLICATED for p in tensor.placements)
-
-
-def box_held(tensor: torch.Tensor) -> Box:
-    """Return ``(start, length)`` per dim: which part of the whole tensor this rank has."""
-    if not isinstance(tensor, DTensor):
-        return tuple((0, n) for n in tensor.shape)
-    mesh = tensor.device_mesh
-    return box_of(tensor.shape, state_of(tensor), mesh_of(mesh), coordinate_of(mesh))
-
-
-def like(example: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's share of ``whole``, placed as ``example`` is: a DTensor, or a plain tensor."""
-    whole = whole.detach().to(example.device)
-    if not isinstance(example, DTensor):
-        return whole.contiguous()
-    state = state_of(example)
-    piece = local_shard(whole, state, example.device_mesh)
-    if piece is not whole:  # a share of its own, so that the whole can go
-        piece = piece.clone(memory_format=torch.contiguous_format)
-    return as_dtensor(piece.contiguous(), state, whole.shape, example.device_mesh)
-
-
-def placed_as(like_this: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` placed as ``like_this`` is; a plain tensor is replicated."""
-    if not isinstance(value, DTensor):
-        return like(like_this, value) if isinstance(like_this, DTensor) else value
-    if not isinstance(like_this, DTensor):
-        return value.full_tensor()
-    if value.device_mesh == like_this.device_mesh and value.placements != like_this.placements:
-        return value.redistribute(like_this.device_mesh, like_this.placements)
-    return value
-
-
 # --- what may be replaced ---------------------------------------------------------------------------------------------
 
 Form = tuple[tuple[int, ...], torch.dtype, Any]
@@ -285,7 +249,7 @@ class HeldParam:
                 f"parameter '{self.name}' was set to None or taken out of the model, and the program reads it: put it "
                 "back, or change the model before parallelize"
             )
-        local = param._local_tensor if isinstance(param, DTensor) else param
+        local = local_of(param)
         plain, wanted = local is param, param.requires_grad
         if wanted and param.grad_fn is not None:
             raise RunError(
@@ -388,23 +352,22 @@ class HeldParam:
 
     def placed(self, grad: torch.Tensor) -> torch.Tensor:
         """Place a reduced gradient as the stored parameter is: as a DTensor of its placement, or plain."""
-        param = self.param
-        if isinstance(param, DTensor):
-            return DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
-        return grad
+        return _placed(self.param, grad)
+
+
+def _placed(param: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    return DTensor(grad, param._spec, requires_grad=False) if isinstance(param, DTensor) else grad  # type: ignore[call-arg]
 
 
 def give(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
     """Add a reduced gradient, this rank's part of it, to the gradient of a stored parameter."""
     have = param.grad
     if have is None:
-        if isinstance(param, DTensor):
-            grad = DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
-        param.grad = grad
+        param.grad = _placed(param, grad)
         return
     if isinstance(have, DTensor) and isinstance(param, DTensor) and have.placements != param.placements:
         param.grad = have = have.redistribute(param.device_mesh, param.placements)  # of a penalty, say
-    (have._local_tensor if isinstance(have, DTensor) else have).add_(grad)
+    local_of(have).add_(grad)
 
 
 class Followed:

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.parameters.state import local_of, state_of
+from autopar.runtime.parameters.placed_alike import state_of
+from autopar.runtime.parameters.state import local_of
 from autopar.runtime.parameters.to_owners import Gathering, Scattering, Stored, ToOwners, ranks_of
 from autopar.torch_private import MUON_RATE, ORTHOGONALIZE
 from cost_models.matrix_steps import SENT_ITEM_BYTES, buckets_of, is_alone, newton_schulz_flops

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.parameters.state import as_dtensor, local_of, state_of
+from autopar.runtime.parameters.placed_alike import state_of
+from autopar.runtime.parameters.state import as_dtensor, local_of
 from autopar.runtime.parameters.to_owners import Stored, ToOwners, ranks_of
 from autopar.runtime.parameters.whole_matrices import same_everywhere
 from autopar.words.placements import REPLICATED, State, shard

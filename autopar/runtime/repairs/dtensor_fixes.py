@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import RunError
-from autopar.runtime.parameters.state import placed_as
+from autopar.runtime.parameters.placed_alike import placed_as
 from autopar.runtime.ranks.collective_log import CollectiveLog
 from autopar.runtime.repairs.functions_of_all_parameters import of_a_stage, watch_norms
 from autopar.runtime.repairs.mixed import mixes_on

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.runtime.parameters.state import like
+from autopar.runtime.parameters.placed_alike import like
 from autopar.torch_private import DTENSOR_HANDLERS, DTensorSpec, TensorMeta, pytree, return_and_correct_aliasing
 from autopar.words.trees import PyTree
 

@@ -13,7 +13,7 @@ from autopar.planner.intra_op.building.hidden_seconds import Hidden, hidden
 from autopar.planner.intra_op.building.parameter_load import NOTHING, ParameterLoad, beside_ops, parameter_load
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import recompute_seconds, use_of_link
-from autopar.planner.intra_op.memory.memory_walk import ledger
+from autopar.planner.intra_op.memory.walked_ledger import ledger
 from autopar.planner.intra_op.plan_completion import needs
 from autopar.plans.plan import StagePlan, reshard_key, segment_numbers
 from autopar.rules.lowering_helpers.overlapped_steps import any_in_parts

@@ -10,7 +10,7 @@
                 and 4 bits, with their casts; :mod:`.matrix_prices`: an optimizer's steps on whole matrices
 :mod:`.chains`  operators that follow each other's cuts, decided as one; :mod:`.flows`: tensors on the way to their
                 readers
-:mod:`.build`   graph -> :mod:`.integer_program`, where the mathematics stands
+:mod:`.build`   graph -> :mod:`.integer_program`, where the mathematics stands; :mod:`.parameter_items`: its parameters
 :mod:`.decoder` a solution, read back
 =============== =======================================================================================================
 """

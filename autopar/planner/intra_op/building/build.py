@@ -1,11 +1,7 @@
 """The integer program of a graph, and the decoder of its solutions.
 
 Only hot nodes (those that depend on a parameter) are decided here; masks, positions and the like follow demand
-afterwards. A chain of operators is one item where nothing is lost by it: an operator that moves or maps its one input
-follows its producer if it can follow every strategy of the producer and its result is no larger, since a reshard
-after the pair then costs no more than between the two. An operator of two inputs (the addition of a residual) follows
-neither: where its producer makes pending sums it would add them pending, replicated. Nor does an operator
-follow one that is pinned: what the pin leaves out may be what the follower wants.
+afterwards. Chains of operators (:mod:`.chains`) are one item each.
 """
 
 from __future__ import annotations
@@ -16,34 +12,27 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
-from autopar.planner.intra_op.building import parameter_sharding as P
-from autopar.planner.intra_op.building.chains import Chain, is_plain, most_cut, position_of
+from autopar.planner.intra_op.building.chains import Allowed, Chain, ChainMaker, position_of
 from autopar.planner.intra_op.building.decoder import Decoder
 from autopar.planner.intra_op.building.flows import ReadAlike, flow, pieces_for_copies, read_alike
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import Item, OnlyWith, Problem, Tensor
-from autopar.planner.intra_op.building.overlap_terms import MayHide, overlaps, pass_overlaps
+from autopar.planner.intra_op.building.overlap_terms import overlaps, pass_overlaps
+from autopar.planner.intra_op.building.parameter_items import ParameterItems
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.building.space import in_all_ways, strategies
 from autopar.planner.intra_op.kept_state import storage_options
 from autopar.planner.intra_op.memory.kept import KeptBytes, StrategyRows
 from autopar.planner.intra_op.memory.ledger import Ledger
 from autopar.planner.intra_op.memory.memory_choices import MemoryOffers
-from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.planner.intra_op.memory.moment_rows import MomentRows
+from autopar.planner.intra_op.memory.walked_ledger import ledger
 from autopar.plans.memory_decisions import OFFLOAD, memory
 from autopar.plans.plan import ParamChoice, Recompute, segment_numbers
-from autopar.plans.stepped_by import stepped_by
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
-from autopar.words.exchanges import is_bounded
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.placements import State, replicated_placement, shard, whole_state
 from autopar.words.shards import fits
-from cost_models.parameter_overlap import hidden_seconds
-
-FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
-Allowed = Callable[[Node, Strategy], bool]
 
 
 @dataclass
@@ -99,10 +88,13 @@ class Builder:
 
     def build(self) -> tuple[Problem, Decoder]:
         """Return the integer program, and the decoder of its solutions."""
-        graph, counts = self.graph, self.fold.counts
+        graph = self.graph
         names = {graph.nodes[i].target: i for i in self.stored}
         groups = read_alike(graph, self.fold, self._segment_of, names)
-        chains, chain_of = self._chains(groups, counts)
+        again = Counter(self.fold.representative[i] for i in self._segment_of)
+        chains, chain_of = ChainMaker(
+            graph, self.rules, self.fold, self.pricer, self.microbatches, self.allowed, self.cut_contractions, again
+        ).chains(groups)
         self._add_memory_choices(chains, chain_of)
         items = [Item(graph.nodes[c.nodes[-1]].name, tuple(c.seconds), tuple(c.n_bytes)) for c in chains]
         item_of = dict(chain_of)  # chains are the first items
@@ -118,7 +110,10 @@ class Builder:
         def gathered(node: int, position: int) -> tuple[bool, ...]:
             return tuple((node, position) in row for row in regathered_of.get(item_of[node], ()))
 
-        parameters, may_hide, made_as = self._add_parameters(items, item_of, groups, wanted)
+        parameters, may_hide, made_as = ParameterItems(
+            graph, self.fold, self.pricer, self.optimizer, self.microbatches, self.versions, self.keep_memory,
+            self.allowed_params, self.in_memories, self.offloads or bool(self.asked),
+        ).add(items, item_of, groups, wanted)  # fmt: skip
         arrivals = self._add_arrivals(items, item_of, made_as)
         storage = self._add_storage(items, item_of, groups, made_as, wanted, row_of)
         tensors: list[Tensor] = []
@@ -182,42 +177,6 @@ class Builder:
             if not self.asked:
                 self._offers.give_up(chain, counts)
             self._offers.regather(chain, chains, chain_of)
-
-    def _add_parameters(
-        self, items: list[Item], item_of: dict[int, int], groups: Mapping[int, list[ReadAlike]],
-        wanted: Callable[[int, int], list[State]],
-    ) -> tuple[
-        dict[int, tuple[int, list[ParamChoice]]], list[tuple[int, list[MayHide]]], dict[int, list[State]]
-    ]:  # fmt: skip
-        """Add an item for each class of parameters.
-
-        Return by item its node and choices, the seconds of collectives that may be hidden, and by node the states of
-        its choices as readers use it.
-        """
-        graph, rep = self.graph, self.fold.representative
-        parameters: dict[int, tuple[int, list[ParamChoice]]] = {}
-        may_hide: list[tuple[int, list[MayHide]]] = []
-        made_as: dict[int, list[State]] = {}
-        waits_first = Counter(rep[i] for i in P.first_read(graph, self.pricer.costs.bucket_bytes))
-        for i, node in enumerate(graph.nodes):
-            if node.kind != "param" or rep[i] != i:
-                continue
-            uses = {
-                s.started(node.needs_grad)
-                for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
-            }  # fmt: skip
-            options = self._param_options(node, uses)
-            item_of[i] = len(items)
-            parameters[len(items)] = i, [choice for choice, _ in options]
-            made_as[i] = [choice.used for choice, _ in options]
-            costs, n = [cost for _, cost in options], self.fold.counts[i]
-            peaks = tuple(c.peak_bytes for c in costs) if self.keep_memory and any(c.peak_bytes for c in costs) else ()
-            seconds = tuple(n * (c.seconds + c.step_seconds) for c in costs)
-            items.append(Item(node.name, seconds, tuple(n * c.n_bytes for c in costs), peaks))
-            hides = n - waits_first[i]
-            if hides and any(any(c.may_hide) for c in costs):
-                may_hide.append((item_of[i], MayHide.of_class(costs, hides)))
-        return parameters, may_hide, made_as
 
     # -- outputs
 
@@ -322,59 +281,12 @@ class Builder:
         axes = [name for p, (name, size) in zip(state, self.pricer.mesh, strict=True) if not p.is_shard and size > 1]
         return self.microbatches * sum(self.pricer.axes[a].seconds("all_gather", n_bytes) for a in axes)
 
-    # -- parameters
-
-    def _param_options(self, node: Node, uses: set[State]) -> list[tuple[ParamChoice, P.ParamCost]]:
-        """Return the choices that are worth keeping, with the price of each for one parameter."""
-        mesh = self.pricer.mesh
-        whole = whole_state(mesh, node.needs_grad)
-        spec = node.out
-        options: list[tuple[ParamChoice, P.ParamCost]] = []
-        by_use: dict[State, list[tuple[ParamChoice, P.ParamCost]]] = {}
-        every = self.allowed_params is not None
-        offered = P.choices(spec, node.needs_grad, uses or {whole}, mesh, all_dims=every)
-        if self.in_memories is not None:
-            offered = [choice for of_device in offered for choice in self.in_memories(node, of_device)]
-        for choice in offered:
-            if self.allowed_params is not None and not self.allowed_params(node, choice):
-                continue
-            if self.versions > 1 and choice.lifetime == "use":
-                continue
-            policy = self.graph.policy_of(node)
-            cost = P.cost(
-                spec, node.needs_grad, choice, self.pricer, stepped_by(self.graph, node, self.optimizer),
-                self.microbatches, policy, self.versions,
-            )  # fmt: skip
-            by_use.setdefault(choice.used, []).append((choice, cost))
-        for of_use in by_use.values():
-            # peaks of several parameters do not add up, so a choice with one is compared by the bytes it adds at least
-            accounts = [(*self._least_and_most(cost), cost.n_bytes) for _, cost in of_use]
-            options.extend(of_use[k] for k in P.cheapest(accounts, self.keep_memory))
-        return options
-
-    def _least_and_most(self, cost: P.ParamCost) -> tuple[float, ...]:
-        """Return a parameter's seconds in a step: with nothing hidden behind compute, and with all that can be.
-
-        Where activations may need the link to the host, also with all hidden but its copies.
-        """
-        seconds, may_hide = cost.seconds + cost.step_seconds, cost.may_hide.of_step(self.microbatches)
-        least = seconds - hidden_seconds(may_hide, may_hide)
-        if not (self.offloads or self.asked):
-            return seconds, least
-        copies = cost.copies.both.of_step(self.microbatches)
-        return seconds, least, least + hidden_seconds(copies, copies)
-
     # -- what is recomputed
 
     @cached_property
     def _segment_of(self) -> dict[int, int]:
         """Segment numbers of the operators that are recomputed."""
         return segment_numbers(self.graph, self.recompute)
-
-    @cached_property
-    def _recomputed(self) -> Counter[int]:
-        """Numbers of recomputed nodes by their representative."""
-        return Counter(self.fold.representative[i] for i in self._segment_of)
 
     @cached_property
     def _memory(self) -> Ledger:
@@ -390,83 +302,3 @@ class Builder:
             self.graph, self.rules, self.fold, self.pricer, self.microbatches, self._segment_of, self._memory,
             self.blocks, self._arrivals, self.offloads, self.asked,
         )  # fmt: skip
-
-    # -- chains
-
-    def _chains(
-        self, groups: dict[int, list[ReadAlike]], counts: Mapping[int, int]
-    ) -> tuple[list[Chain], dict[int, int]]:
-        graph, rep = self.graph, self.fold.representative
-        chains: list[Chain] = []
-        chain_of: dict[int, int] = {}
-        cache: dict[tuple[int, bool, tuple[bool, ...]], list[Strategy]] = {}
-        pinned: set[int] = set()
-        for i, node in enumerate(graph.nodes):
-            if node.kind != "op" or not node.hot or rep[i] != i:
-                continue
-            rule = self.rules[i]
-            assert rule is not None
-            key = (id(rule), node.needs_grad, tuple(graph.nodes[r.node].needs_grad for r in node.refs))
-            if key not in cache:
-                cache[key] = strategies(graph, node, rule, self.pricer.mesh)
-            every = cache[key]
-            usable = [s for s in (self._quickest(node, rule, s) for s in every) if s is not None]
-            if len(usable) < len(every):
-                pinned.add(i)
-            if rule.kind in ("pointwise", "reduce") and i in self.graph.from_inputs:
-                usable = [s for s in usable if is_plain(s, rule)] or usable
-            if self.cut_contractions and rule.kind in ("matmul", "conv", "attention"):
-                usable = most_cut(usable, rule)
-            times = counts[i] * self.microbatches
-            seconds = [times * sum(self.pricer.op(graph, node, rule, s)) for s in usable]
-            again = self._recomputed[i] * self.microbatches
-            if again:
-                more = [again * sum(self.pricer.forward(graph, node, rule, s)) for s in usable]
-                seconds = [a + b for a, b in zip(seconds, more, strict=True)]
-            n_bytes = [0.0] * len(usable)
-            leader = self._leader(i, node, rule, groups, counts, chain_of)
-            if leader is not None and leader[0] not in pinned:
-                chain = chains[chain_of[leader[0]]]
-                if chain.nodes[-1] == leader[0] and chain.follow(i, leader[1], usable, seconds, n_bytes):
-                    chain_of[i] = chain_of[leader[0]]
-                    continue
-            chain_of[i] = len(chains)
-            chains.append(Chain([i], [(s,) for s in usable], seconds, n_bytes))
-        return chains, chain_of
-
-    def _quickest(self, node: Node, rule: Rule, strategy: Strategy) -> Strategy | None:
-        """Return the quickest of the ways to make the exchanges of a strategy that pins allow; None if none is.
-
-        A bound may be exceeded when the program runs: whoever wants one pins it.
-        """
-        ways = in_all_ways(self.graph, node, rule, self.pricer.mesh, strategy)
-        pinned = [] if self.allowed is None else [s for s in ways if self.allowed(node, s)]
-        ways = [s for s in ways if not any(map(is_bounded, s.names))]
-        if self.allowed is not None:
-            ways = [s for s in ways if s in pinned] or pinned
-        if len(ways) < 2:
-            return ways[0] if ways else None
-        return min(ways, key=lambda s: sum(self.pricer.op(self.graph, node, rule, s)))
-
-    def _leader(
-        self, i: int, node: Node, rule: Rule, groups: dict[int, list[ReadAlike]], counts: Mapping[int, int],
-        chain_of: Mapping[int, int],
-    ) -> tuple[int, int] | None:  # fmt: skip
-        """Return the producer and the position of the one activation that node ``i`` reads, if it may follow that."""
-        if rule.kind not in FOLLOWERS or len(node.outs) != 1:
-            return None
-        activations = [
-            (position, ref) for position, ref in enumerate(node.refs)
-            if self.graph.nodes[ref.node].hot and self.graph.nodes[ref.node].kind != "param"
-        ]  # fmt: skip
-        if len(activations) == 1:
-            ((position, ref),) = activations
-            u = ref.node
-            of_u = groups.get(u, ())
-            if (
-                u in chain_of and node.out.n_bytes <= self.graph.spec(ref).n_bytes
-                and len(of_u) == 1 and of_u[0].readers == ((i, position),) and not of_u[0].outputs
-                and not of_u[0].updates and of_u[0].count == counts[i] and len(self.graph.nodes[u].outs) == 1
-            ):  # fmt: skip
-                return u, position
-        return None

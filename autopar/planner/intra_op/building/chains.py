@@ -1,16 +1,31 @@
-"""Chains of operators that are decided as one: each reads what the one before makes, alone, and follows its cut."""
+"""Chains of operators that are decided as one: each reads what the one before makes, alone, and follows its cut.
+
+A chain is one item where nothing is lost by it: an operator that moves or maps its one input follows its producer if it
+can follow every strategy of the producer and its result is no larger, since a reshard after the pair then costs no more
+than between the two. An operator of two inputs (the addition of a residual) follows neither: where its producer makes
+pending sums it would add them pending, replicated. Nor does an operator follow one that is pinned: what the pin leaves
+out may be what the follower wants.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.planner.effort import EFFORT
+from autopar.planner.intra_op.building.flows import ReadAlike
+from autopar.planner.intra_op.building.fold import Fold
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.building.space import in_all_ways, strategies
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import WHOLE
 from autopar.rules.strategy import Strategy
-from autopar.words.graph import Node
+from autopar.words.exchanges import is_bounded
+from autopar.words.graph import Graph, Node
 from autopar.words.placements import State
+
+FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
+Allowed = Callable[[Node, Strategy], bool]
 
 
 @dataclass
@@ -66,6 +81,103 @@ class Chain:
         )
         self.nodes.append(i)
         return True
+
+
+
+@dataclass(frozen=True)
+class ChainMaker:
+    """Makes the chains of the hot operators of a graph.
+
+    Attributes:
+        allowed: what pins leave of an operator's strategies; None allows all.
+        cut_contractions: as for :class:`.Builder`.
+        recomputed: numbers of recomputed nodes, by their representative.
+    """
+
+    graph: Graph
+    rules: Sequence[Rule | None]
+    fold: Fold
+    pricer: Pricer
+    microbatches: int
+    allowed: Allowed | None
+    cut_contractions: bool
+    recomputed: Mapping[int, int]
+
+    def chains(self, groups: Mapping[int, list[ReadAlike]]) -> tuple[list[Chain], dict[int, int]]:
+        """Return the chains, and the number of the chain of each operator; ``groups`` are its tensors, read alike."""
+        graph, rep, counts = self.graph, self.fold.representative, self.fold.counts
+        chains: list[Chain] = []
+        chain_of: dict[int, int] = {}
+        cache: dict[tuple[int, bool, tuple[bool, ...]], list[Strategy]] = {}
+        pinned: set[int] = set()
+        for i, node in enumerate(graph.nodes):
+            if node.kind != "op" or not node.hot or rep[i] != i:
+                continue
+            rule = self.rules[i]
+            assert rule is not None
+            key = (id(rule), node.needs_grad, tuple(graph.nodes[r.node].needs_grad for r in node.refs))
+            if key not in cache:
+                cache[key] = strategies(graph, node, rule, self.pricer.mesh)
+            every = cache[key]
+            usable = [s for s in (self._quickest(node, rule, s) for s in every) if s is not None]
+            if len(usable) < len(every):
+                pinned.add(i)
+            if rule.kind in ("pointwise", "reduce") and i in self.graph.from_inputs:
+                usable = [s for s in usable if is_plain(s, rule)] or usable
+            if self.cut_contractions and rule.kind in ("matmul", "conv", "attention"):
+                usable = most_cut(usable, rule)
+            times = counts[i] * self.microbatches
+            seconds = [times * sum(self.pricer.op(graph, node, rule, s)) for s in usable]
+            again = self.recomputed.get(i, 0) * self.microbatches
+            if again:
+                more = [again * sum(self.pricer.forward(graph, node, rule, s)) for s in usable]
+                seconds = [a + b for a, b in zip(seconds, more, strict=True)]
+            n_bytes = [0.0] * len(usable)
+            leader = self._leader(i, node, rule, groups, chain_of)
+            if leader is not None and leader[0] not in pinned:
+                chain = chains[chain_of[leader[0]]]
+                if chain.nodes[-1] == leader[0] and chain.follow(i, leader[1], usable, seconds, n_bytes):
+                    chain_of[i] = chain_of[leader[0]]
+                    continue
+            chain_of[i] = len(chains)
+            chains.append(Chain([i], [(s,) for s in usable], seconds, n_bytes))
+        return chains, chain_of
+
+    def _quickest(self, node: Node, rule: Rule, strategy: Strategy) -> Strategy | None:
+        """Return the quickest of the ways to make the exchanges of a strategy that pins allow; None if none is.
+
+        A bound may be exceeded when the program runs: whoever wants one pins it.
+        """
+        ways = in_all_ways(self.graph, node, rule, self.pricer.mesh, strategy)
+        pinned = [] if self.allowed is None else [s for s in ways if self.allowed(node, s)]
+        ways = [s for s in ways if not any(map(is_bounded, s.names))]
+        if self.allowed is not None:
+            ways = [s for s in ways if s in pinned] or pinned
+        if len(ways) < 2:
+            return ways[0] if ways else None
+        return min(ways, key=lambda s: sum(self.pricer.op(self.graph, node, rule, s)))
+
+    def _leader(
+        self, i: int, node: Node, rule: Rule, groups: Mapping[int, list[ReadAlike]], chain_of: Mapping[int, int]
+    ) -> tuple[int, int] | None:
+        """Return the producer and the position of the one activation that node ``i`` reads, if it may follow that."""
+        if rule.kind not in FOLLOWERS or len(node.outs) != 1:
+            return None
+        activations = [
+            (position, ref) for position, ref in enumerate(node.refs)
+            if self.graph.nodes[ref.node].hot and self.graph.nodes[ref.node].kind != "param"
+        ]  # fmt: skip
+        if len(activations) == 1:
+            ((position, ref),) = activations
+            u = ref.node
+            of_u = groups.get(u, ())
+            if (
+                u in chain_of and node.out.n_bytes <= self.graph.spec(ref).n_bytes
+                and len(of_u) == 1 and of_u[0].readers == ((i, position),) and not of_u[0].outputs
+                and not of_u[0].updates and of_u[0].count == self.fold.counts[i] and len(self.graph.nodes[u].outs) == 1
+            ):  # fmt: skip
+                return u, position
+        return None
 
 
 def is_plain(strategy: Strategy, rule: Rule) -> bool:

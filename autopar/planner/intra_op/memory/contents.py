@@ -15,8 +15,10 @@ from autopar.planner.intra_op.building import parameter_sharding
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import Ledger
 from autopar.planner.intra_op.memory.memory_walk import Walk
-from autopar.planner.intra_op.memory.moments import SLOTS, StepMoments
+from autopar.planner.intra_op.memory.microbatch_timeline import SLOTS
+from autopar.planner.intra_op.memory.moments import StepMoments
 from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
+from autopar.planner.intra_op.memory.walked_ledger import ledger_of
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import StagePlan
 from autopar.plans.prices import Fullest, Moment, StagePeaks
@@ -92,7 +94,7 @@ class StageContents:
         }  # fmt: skip
         plan = self.plan
         walk = Walk(self.graph, rules, plan.mesh, chosen, plan.reshard_paths, plan.memory, kernels=self.pricer.kernels)
-        return walk, walk.ledger()
+        return walk, ledger_of(walk)
 
     def moments(self, accumulates: bool) -> StepMoments:
         """Return a microbatch with the lifetime of everything in it.
@@ -122,7 +124,7 @@ class StageContents:
         return frozenset(found)
 
     def category(self, kind: str, node: int) -> str:
-        """Return the category of some memory of a microbatch; ``kind`` as in :class:`~.moments.Lifetime`."""
+        """Return the category of some memory of a microbatch; ``kind`` as in :class:`.Lifetime`."""
         if kind == "parameter gradient":
             return GRADIENTS
         if node in self.of_loss:

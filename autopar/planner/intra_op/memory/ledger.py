@@ -1,7 +1,7 @@
 """The ledger of memory: what one rank holds from a forward to its backward, since when, until when, and why.
 
 A piece of memory is one :class:`Entry`, however many operators keep it, or views of it. What makes the ledger of a
-graph is :func:`.memory_walk.ledger`.
+graph is :func:`.walked_ledger.ledger`.
 
 The integer program asks for the ledger of the global tensors and scales its entries to the layouts of every strategy; a
 finished plan's price, its recomputed segments and the reports take it with the decided strategies. Parameters, buffers

@@ -6,33 +6,26 @@ does not, and what autograd keeps of each call is asked of :mod:`autopar.rules.s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from autopar.planner.intra_op.memory.fused_chains import SCALE_SHARE, FusedChains, is_loss
-from autopar.planner.intra_op.memory.ledger import GIVEN, Away, Entry, Keeper, Ledger
+from autopar.planner.intra_op.memory.fused_chains import FusedChains, is_loss
+from autopar.planner.intra_op.memory.ledger import Entry, Keeper
+from autopar.planner.intra_op.memory.operator_memory import OperatorMemory
 from autopar.planner.intra_op.memory.recompute import Segment
 from autopar.planner.intra_op.memory.reshard_needs import shape_in_memory
-from autopar.plans.memory_decisions import (
-    KEEP,
-    RECOMPUTE,
-    RECOMPUTE_RESULT,
-    REGATHER,
-    Memory,
-    MemoryDecision,
-    in_order,
-)  # fmt: skip
+from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT, REGATHER, Memory, MemoryDecision
 from autopar.plans.plan import reshard_key, segment_numbers
 from autopar.plans.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
 from autopar.rules.kernels import CPU, Kernels
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import call_of
-from autopar.rules.saved_tensors import LocalLayout, Saved, Strides, contiguous, saved_by
-from autopar.rules.strategy import Strategy, grads_of
-from autopar.rules.working_memory import Needs, needs_of
+from autopar.rules.saved_tensors import Saved, Strides, contiguous
+from autopar.rules.strategy import Strategy
+from autopar.rules.working_memory import Needs
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State
@@ -52,18 +45,22 @@ class _Memory(NamedTuple):
 
 
 class Walk:
-    """The walk of :func:`ledger`; values are a tensor in one state."""
+    """The walk of :func:`.ledger`; values are a tensor in one state.
+
+    Args:
+        every: note all readers of memory, and memory that nobody keeps.
+    """
 
     def __init__(
         self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
         reshard_paths: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
         kernels: Kernels = CPU,
     ) -> None:  # fmt: skip
-        self.kernels = kernels
+        self.calls, self.kernels = OperatorMemory(graph, rules, mesh, chosen, kernels), kernels
         self.chains: FusedChains | None = None
         if kernels.fused:
             self.chains = FusedChains(graph, kernels.norms_only, kernels.loss_in_place)
-        self.graph, self.rules, self.mesh, self.chosen, self.reshard_paths = graph, rules, mesh, chosen, reshard_paths
+        self.graph, self.rules, self.mesh, self.reshard_paths = graph, rules, mesh, reshard_paths
         self.decided = memory
         recompute = memory.get(RECOMPUTE.name, ())
         self.segment_of = segment_numbers(graph, recompute)
@@ -88,9 +85,6 @@ class Walk:
         self.keepers: dict[tuple[int, int | None], list[Keeper]] = {}  # by memory and the segment that is recomputed
         self.taken: list[tuple[int, int, Keeper]] = []  # what segments take from outside
         self.copies: dict[tuple[int, int], int] = {}  # by segment and memory, of buffers that are renewed
-        self.known: dict[object, Saved] = {}
-        self.needed: dict[object, Needs] = {}
-        self.whole: dict[int, Strategy] = {}
         self.order: list[int | tuple[Ref, State, State]] = []  # operators and steps as the program runs them
         self.arrived: set[int] = set()  # memory that comes from earlier stages
         self.made_at: list[int] = []  # by memory, where in that order it is made and read last
@@ -121,11 +115,7 @@ class Walk:
         there_already = self.lies.get((ref, state))
         if there_already is not None:
             return there_already
-        before = self.before.get(ref)
-        if before is None:
-            steps = self.reshard_paths.get(reshard_key(self.graph, ref), ())
-            before = self.before[ref] = {dst: src for src, dst in steps}
-        src = before.get(state)
+        src = self.way(ref).get(state)
         spec = self.graph.spec(ref)
         if src is None:
             node = self.graph.nodes[ref.node]
@@ -154,19 +144,22 @@ class Walk:
         self.lies[ref, state] = place
         return place
 
-    def ledger(self) -> Ledger:
-        """Walk over all operators."""
+    def go(self) -> None:
+        """Walk through all operators."""
         for i, node in enumerate(self.graph.nodes):
             if node.kind == "op":
                 rule = self.rules[i]
                 assert rule is not None
                 self.op(i, node, rule)
-        return self.finish()
+
+    def needs(self, i: int, arriving: tuple[Strides, ...] = ()) -> Needs:
+        """Return the working memory of an operator; ``arriving`` as in :func:`.needs_of`."""
+        return self.calls.needs(i, tuple([lies for _, lies in self.places[i]]), arriving)
 
     def op(self, i: int, node: Node, rule: Rule) -> None:
         """Walk through one operator: its inputs, what autograd keeps of it, and its results."""
         segment = self.segment_of.get(i, -1)
-        strategy = self.strategy(i, node)
+        strategy = self.calls.strategy(i)
         if segment >= 0:
             self.segments[segment].ops.append(i)
             self.inputs(i, node, strategy, segment)
@@ -177,7 +170,7 @@ class Walk:
         self.order.append(i)
         for position, (memory, _) in enumerate(places) if self.every else ():
             self.reads.setdefault(memory, []).append((i, position))
-        saved = self.saved(i, node, rule, strategy, tuple([p[1] for p in places]))
+        saved = self.calls.saved(i, tuple([lies for _, lies in places]))
         if self.chains is not None:
             self.chain(self.chains, i, rule, strategy, saved, segment)
             if self.kernels.loss_in_place and is_loss(node):
@@ -240,42 +233,6 @@ class Walk:
         memories = tuple((n_bytes, False) for n_bytes, _ in saved.memories)
         return replace(saved, ins=kept, memories=memories, inside_bytes=4 * classes)
 
-    def unfuse(self, chains: FusedChains) -> None:
-        """Replace what keeps memory inside of fused chains, from the last one to the first.
-
-        The operator that makes it keeps what it reads instead, unless that is more than the memory itself, which is
-        written then: scales of rows do not count.
-        """
-        chains.close()
-        kept = {memory for memory, _ in self.keepers}
-        for memory in sorted(chains.inside, reverse=True):
-            maker, segment = chains.inside[memory], self.memories[memory].segment
-            key = memory, segment if segment >= 0 else None
-            if key in self.keepers:
-                more = sum(self.memories[source].n_bytes for source in self.follows_from(memory) - kept)
-                if more > (1 + SCALE_SHARE) * self.memories[memory].n_bytes:
-                    chains.written(memory)
-                    continue
-                del self.keepers[key]
-                for position, (source, _) in enumerate(self.places[maker]):
-                    keeper = Keeper(maker, "in", position)
-                    if keeper not in self.keepers.get((source, key[1]), ()):
-                        self.keep(source, keeper, segment)
-                    kept.add(source)
-            self.memories[memory] = self.memories[memory]._replace(n_bytes=0)
-
-    def follows_from(self, memory: int) -> set[int]:
-        """Return the memory outside of fused chains from which some inside of one is computed."""
-        assert self.chains is not None
-        sources, new = set[int](), [memory]
-        while new:
-            for source, _ in self.places[self.chains.inside[new.pop()]]:
-                if source not in self.chains.inside:
-                    sources |= set() if self.memories[source].given else {source}
-                elif source not in sources:
-                    new.append(source)
-        return sources
-
     def is_inside(self, value: Value) -> bool:
         """Return whether a tensor lies inside of a fused chain, so that neither it nor its gradient is written."""
         return self.chains is not None and self.lies[value][0] in self.chains.inside
@@ -328,124 +285,13 @@ class Walk:
             self.before[ref] = {dst: src for src, dst in self.reshard_paths.get(reshard_key(self.graph, ref), ())}
         return self.before[ref]
 
-    def strategy(self, i: int, node: Node) -> Strategy:
-        """Return the strategy of an operator; a trivial one where global tensors are walked through."""
-        if self.chosen is not None:
-            return self.chosen[i]
-        kind = self.graph.alike[i]
-        if kind not in self.whole:
-            n_outs = sum(spec is not None for spec in node.outs)
-            self.whole[kind] = Strategy((), (State(),) * len(node.refs), (State(),) * n_outs)
-        return self.whole[kind]
-
-    def saved(self, i: int, node: Node, rule: Rule, strategy: Strategy, strides: tuple[Strides, ...]) -> Saved:
-        """Return what autograd keeps of an operator's call."""
-        key = self.graph.alike[i], id(strategy), strides
-        saves = self.known.get(key)
-        if saves is None:
-            request = self._asked("saved", node, strategy, strides)
-            saves = rule.derived.get(request)
-            if saves is None:
-                call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
-                saves = rule.derived[request] = saved_by(
-                    call, rule, strategy.options, self.mesh, layouts, self.kernels.gpu
-                )
-            self.known[key] = saves
-        return saves
-
-    def _asked(self, what: str, node: Node, strategy: Strategy, strides: tuple[Strides, ...]) -> object:
-        """Return the key by which a rule remembers the results for a call."""
-        grads = node.needs_grad, tuple([self.graph.nodes[ref.node].needs_grad for ref in node.refs])
-        return what, node.target, grads, strategy.names, self.mesh, strides, self.kernels.gpu
-
-    def layouts(self, node: Node, strategy: Strategy, strides: Sequence[Strides]) -> list[LocalLayout]:
-        """Return the layouts of an operator's inputs on one rank."""
-        grads, _ = grads_of(self.graph, node)
-        return [
-            LocalLayout(local_shape(spec.shape, state, self.mesh), lies, spec.dtype, grad)
-            for spec, state, lies, grad in zip(
-                map(self.graph.spec, node.refs), strategy.ins, strides, grads, strict=True
-            )
-        ]
-
     def local_bytes(self, ref: Ref, state: State) -> int:
         """Return the bytes of a tensor on one rank."""
-        spec = self.graph.spec(ref)
-        return _bytes(local_shape(spec.shape, state, self.mesh), spec.item_bytes)
+        return _bytes(self.shape((ref, state)), self.graph.spec(ref).item_bytes)
 
-    def needs(self, i: int, arriving: tuple[Strides, ...] = ()) -> Needs:
-        """Return the working memory of an operator.
-
-        ``arriving`` as in :func:`~autopar.rules.working_memory.needs_of`.
-        """
-        node, rule, strategy = self.graph.nodes[i], self.rules[i], self.strategy(i, self.graph.nodes[i])
-        strides = tuple([lies for _, lies in self.places[i]])
-        key = self.graph.alike[i], id(strategy), strides, arriving
-        needed = self.needed.get(key)
-        if needed is None:
-            assert rule is not None
-            request = self._asked("needs", node, strategy, strides), arriving
-            needed = rule.derived.get(request)
-            if needed is None:
-                call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
-                needed = rule.derived[request] = needs_of(
-                    call, rule, strategy.options, self.mesh, layouts, arriving, self.kernels.gpu
-                )
-            self.needed[key] = needed
-        return needed
-
-    def finish(self) -> Ledger:
-        """Return the ledger, once all operators were walked through."""
-        outputs = {*(out for out in self.graph.outputs if isinstance(out, Ref)), *self.graph.updates.values()}
-        for (ref, _), (memory, _) in self.lies.items() if self.given_up or self.waiting else ():
-            if ref in outputs:  # a view of it outlives the forward
-                self.given_up.pop(memory, None)
-                self.waiting.pop(memory, None)
-        if self.chains is not None:
-            of_outputs = [memory for (ref, _), (memory, _) in self.lies.items() if ref in outputs]
-            taken = [memory for _, memory, _ in self.taken]
-            pieces = (*self.piece_of, *self.piece_of.values())
-            for memory in (*of_outputs, *pieces, *self.given_up, *self.waiting, *taken):
-                self.chains.written(memory)
-            self.unfuse(self.chains)
-        keepers = {key: list(kept) for key, kept in self.keepers.items()}
-        for copy, piece in self.piece_of.items():
-            kept = keepers.get((copy, None), [])
-            if not self.memories[piece].given:
-                keepers.setdefault((piece, None), []).extend(kept or [Keeper(self.memories[copy].since, "out")])
-        self._activate_segments(keepers)
-        if self.every:
-            for (ref, _), (memory, _) in self.lies.items():
-                if ref in outputs:
-                    self.reads.setdefault(memory, []).append((len(self.graph.nodes), 0))
-            for memory, is_there in enumerate(self.memories):
-                if not is_there.given:
-                    keepers.setdefault((memory, None), [])
-        entries = self._entries(keepers)
-        wanted = {memory: ref for memory, ref in self.given_up.items() if (memory, None) in keepers}
-        regathered = {
-            (ref, a, b): None for (ref, state), (_, steps) in self.copies_again.items()
-            if self.lies[ref, state][0] in self.readers for a, b in steps
-        }  # fmt: skip
-        self.away = self._away({memory for memory, _ in keepers})
-        remade = tuple(sorted(reshard_key(self.graph, ref) for ref in wanted.values()))
-        decided: dict[str, tuple[Any, ...]] = {**self.decided, RECOMPUTE_RESULT.name: remade}
-        for record in set(self.waits.values()):
-            refs = [ref for memory, (ref, by) in self.waiting.items() if by is record and (memory, None) in keepers]
-            decided[record.name] = tuple(sorted(reshard_key(self.graph, ref) for ref in refs))
-        away = tuple(self._left(memory) for memory in self.away)
-        return Ledger(tuple(entries), self.segments, tuple(regathered), in_order(decided), self.lives(wanted), away)
-
-    def _away(self, kept: Collection[int]) -> list[int]:
-        """Return the memory that leaves by a decision with copies beside compute, in the order in which it does."""
-        leaving = [memory for memory, (_, record) in self.waiting.items() if record.ahead and memory in kept]
-        return sorted(leaving, key=lambda memory: (self.read_at[memory], self.memories[memory].since))
-
-    def _left(self, memory: int) -> Away:
-        """Return when memory leaves, and when the backward asks for it."""
-        at = self.read_at[memory]
-        last = next(what for what in reversed(self.order[: at + 1]) if isinstance(what, int))
-        return Away(self.waiting[memory][1].name, self.memories[memory].n_bytes, last, self.first_asked(memory))
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """Return the shape of a value on one rank."""
+        return local_shape(self.graph.spec(value[0]).shape, value[1], self.mesh)
 
     def first_asked(self, memory: int) -> int:
         """Return the operator whose backward is the first to ask for memory that was given up.
@@ -459,74 +305,9 @@ class Walk:
             asking += self.readers.get(copy, ()) if piece == memory else ()
         return max(asking)
 
-    def _activate_segments(self, keepers: dict[tuple[int, int | None], list[Keeper]]) -> None:
-        """Find the segments that are recomputed, and let them keep what they take from outside."""
-        made_in_segment: dict[int, list[int]] = {}
-        for memory in self.given_up:
-            made_in_segment.setdefault(self.memories[memory].segment, []).append(memory)
-        taken_by: dict[int, list[tuple[int, Keeper]]] = {}
-        for number, memory, keeper in self.taken:
-            taken_by.setdefault(number, []).append((memory, keeper))
-        for number in range(len(self.segments) - 1, -1, -1):  # a segment asks for what earlier ones make
-            segment = self.segments[number]
-            segment.active |= any((memory, None) in keepers for memory in made_in_segment.get(number, ()))
-            for memory, keeper in taken_by.get(number, ()) if segment.active else ():
-                keepers.setdefault((memory, None), []).append(keeper)
-
-    def _entries(self, keepers: Mapping[tuple[int, int | None], list[Keeper]]) -> list[Entry]:
-        """Return an entry for memory with its keepers, with the decision about it."""
-        entries = []
-        for (memory, of_segment), kept in keepers.items():
-            n_bytes, since, given, made_in = self.memories[memory]
-            decision = RECOMPUTE.name if of_segment is not None else GIVEN if given else KEEP.name
-            decision = REGATHER.name if memory in self.piece_of else decision
-            if of_segment is None and memory in self.given_up:
-                decision, of_segment = RECOMPUTE.name, made_in
-            if memory in self.waiting:
-                decision = self.waiting[memory][1].name
-            readers = tuple(self.reads.get(memory, ()))
-            entries.append(Entry(n_bytes, since, tuple(kept), of_segment, decision, readers))
-            self.entries_of.setdefault(memory, []).append(entries[-1])
-        return entries
-
-    def lives(self, given_up: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Return :attr:`Ledger.lives`, where this memory of segments is given up."""
-        copies_of: dict[int, list[int]] = {}
-        for copy, piece in self.piece_of.items():
-            copies_of.setdefault(piece, []).append(copy)
-        takers: dict[int, set[int]] = {}
-        for number, memory, _ in self.taken if given_up else ():
-            if self.segments[number].active:
-                takers.setdefault(memory, set()).add(number)
-        begin = [segment.asks for segment in self.segments]
-        for memory in sorted(given_up, key=lambda m: -self.memories[m].segment):  # of later segments first
-            request = [begin[number] for number in takers.get(memory, ())]
-            for lies in (memory, *copies_of.get(memory, ())):
-                request += [i for i in self.readers.get(lies, ()) if i not in self.segment_of]
-            number = self.memories[memory].segment
-            begin[number] = max([begin[number], *request])
-        last = [segment.ops[-1] if segment.ops else -1 for segment in self.segments]
-        return tuple(
-            (b if b >= 0 else end, s.ops[0] if s.ops else -1)
-            for b, end, s in zip(begin, last, self.segments, strict=True)
-        )  # fmt: skip
-
 
 def _bytes(shape: Sequence[int], item_bytes: int) -> int:
     n = item_bytes
     for size in shape:
         n *= size
     return n
-
-
-def ledger(
-    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
-    reshard_paths: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
-    kernels: Kernels = CPU,
-) -> Ledger:  # fmt: skip
-    """Return the ledger of a graph whose operators are cut as ``chosen``; of global tensors if that is None.
-
-    ``memory`` are the decisions about memory; with ``every`` there are entries of memory that nobody keeps, too.
-    """
-    mesh = mesh if chosen is not None else Mesh()
-    return Walk(graph, rules, mesh, chosen, reshard_paths, memory, every, kernels).ledger()

@@ -27,9 +27,12 @@ from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.kept import KeptBytes
 from autopar.planner.intra_op.memory.ledger import Entry
 from autopar.planner.intra_op.memory.memory_walk import Walk
-from autopar.planner.intra_op.memory.moments import MADE, SLOTS, Span, StepMoments
+from autopar.planner.intra_op.memory.microbatch_timeline import MADE, SLOTS, Span
+from autopar.planner.intra_op.memory.moments import StepMoments
+from autopar.planner.intra_op.memory.operator_memory import local_layouts
 from autopar.planner.intra_op.memory.reshard_needs import reduction_needs
 from autopar.planner.intra_op.memory.stage_peaks import OPTIMIZER_COPIES, sends_back
+from autopar.planner.intra_op.memory.walked_ledger import ledger_of
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import ParamChoice
 from autopar.plans.prices import Moment, OnTheirWay, copies_ahead
@@ -204,7 +207,7 @@ class MomentRows:
         params = {i: ParamChoice(State(), State()) for i, _ in self.graph.of_kind("param")}
         outputs = [State() if isinstance(out, Ref) else None for out in self.graph.outputs]
         walk = Walk(self.graph, self.kept.rules, Mesh(), None, {}, {}, kernels=self.pricer.kernels)
-        holds = walk.ledger()
+        holds = ledger_of(walk)
         return StepMoments(walk, holds, params, outputs, self.accumulates)
 
     def _times(self, entry: Entry, moment: Moment, at: int) -> float:
@@ -377,7 +380,7 @@ class MomentRows:
             contiguous(local_shape(graph.spec(ref).shape, state, mesh))
             for ref, state in zip(node.refs, strategy.ins, strict=True)
         ]
-        layouts = Walk(graph, self.kept.rules, mesh, {}, {}, {}).layouts(node, strategy, strides)
+        layouts = local_layouts(graph, i, strategy, mesh, strides)
         gpu = self.pricer.kernels.gpu
         needs = needs_of(call_of(node, graph.spec), rule, strategy.options, mesh, layouts, gpu=gpu)
         if backward:

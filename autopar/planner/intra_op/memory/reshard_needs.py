@@ -9,6 +9,7 @@ largest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ def copies_gradient(src: State, dst: State) -> bool:
     return dst[axis].adjoint.is_replicated and src[axis].adjoint.is_pending
 
 
+@lru_cache(maxsize=4096)
 def step_needs(spec: Spec, src: State, dst: State, mesh: Mesh, is_strided: bool) -> int:
     """Return the most bytes that the forward of a step has at once, besides its input and its result.
 
@@ -65,6 +67,7 @@ def step_needs(spec: Spec, src: State, dst: State, mesh: Mesh, is_strided: bool)
     return _most_beside(links) * spec.item_bytes
 
 
+@lru_cache(maxsize=4096)
 def step_back_needs(spec: Spec, src: State, dst: State, mesh: Mesh, is_strided: bool, stays: bool) -> int:
     """Return the same of its backward, besides the gradient of its result and that of its input.
 
