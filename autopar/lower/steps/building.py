@@ -308,7 +308,8 @@ class _Builder:
                     x.requires_grad_(next(each))
             whole = target(*given[0], **given[1])
         nodes = [x.node if isinstance(x, StepValue) else x for x in flat]
-        both = self._emit(run_under_autograd, (target, spec, wants, *nodes))
+        is_flat = spec == pytree.tree_structure((tuple(flat), {}))
+        both = self._emit(run_under_autograd, (target, None if is_flat else spec, wants, *nodes))
         if target in OPENED:
             return StepValue(self._emit(operator.getitem, (both, 0), val=whole), whole, False, leaves)
         flat_results, spec_of_results = pytree.tree_flatten(whole)

@@ -116,11 +116,13 @@ def _fitting(grad: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor | No
     return grad.sum_to_size(leaf.shape).to(leaf.dtype)
 
 
-def run_under_autograd(target: Any, spec: pytree.TreeSpec, wants: Sequence[bool], *values: Any) -> tuple[Any, ...]:
+def run_under_autograd(
+    target: Any, spec: pytree.TreeSpec | None, wants: Sequence[bool], *values: Any
+) -> tuple[Any, ...]:  # fmt: skip
     """Call ``target`` under autograd.
 
     Args:
-        spec: structure of ``(args, kwargs)``, of which ``values`` are the leaves.
+        spec: structure of ``(args, kwargs)``, of which ``values`` are the leaves; None if they are the arguments.
         wants: for each tensor among them, whether it wants a gradient.
 
     Returns:
@@ -137,7 +139,7 @@ def run_under_autograd(target: Any, spec: pytree.TreeSpec, wants: Sequence[bool]
             x = x.detach().requires_grad_(next(each))
             leaves.append(x)
         given.append(x)
-    args, kwargs = pytree.tree_unflatten(given, spec)
+    args, kwargs = (given, {}) if spec is None else pytree.tree_unflatten(given, spec)
     with autograd_again(), torch.enable_grad():
         results = target(*args, **kwargs)
     if target in OPENED:
