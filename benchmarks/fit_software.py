@@ -1,6 +1,6 @@
 """Fit the one factor of each software in hardware_profiles/data/software.toml to published runs.
 
-    python benchmarks/accuracy.py *.csv --json rows.json
+    python benchmarks/accuracy.py *.csv benchmarks/published_data/*.csv --json rows.json
     python benchmarks/fit_software.py rows.json            prints factors, and the errors on both halves
     python benchmarks/fit_software.py rows.json --write    writes them into software.toml
 
@@ -8,8 +8,8 @@ A price is proportional to its software's factor. The factor is that with the sm
 software weighing the same: rows that are far off for a reason of their own do not move it. It is taken over one half of
 the models, every second one of each source from that with most rows on, or of the layouts where a source has one model,
 and tested on the other half. Records of one trainer that differ in what they overlap share a factor. Rows of quality C,
-such as those that were read off a chart, are not fitted to; nor is a factor taken that leaves a median error above
-:data:`WORST`: what is missing there is no factor.
+such as those that were read off a chart by eye, are not fitted to, nor are those of :data:`HELD_OUT`; nor is a factor
+taken that leaves a median error above :data:`WORST`: what is missing there is no factor.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ TOGETHER = {"nanotron-ddp": "nanotron", "megatron-2023-plain": "megatron-2023"}
 """Records that share the factor of another one."""
 FEWEST = 4
 """Rows of the first half from which a factor is fitted; with fewer the factor stays as it is."""
+HELD_OUT = frozenset({"DeepSpeed PR 8255"})
+"""Sources that nothing is fitted to: rows that tell whether a factor holds elsewhere."""
 WORST = 0.3
 """Median error beyond which a factor says nothing."""
 FILE = Path(__file__).resolve().parents[1] / "hardware_profiles" / "data" / "software.toml"
@@ -85,7 +87,9 @@ def fits(priced: Sequence[Priced]) -> list[Fit]:
     """The factors of all software of which there are enough rows."""
     groups: dict[str, list[Priced]] = defaultdict(list)
     for p in priced:
-        if p.run.software != OWN and not p.standin and p.run.quality != "C" and time_error(p) is not None:
+        if p.run.software == OWN or p.run.source in HELD_OUT or p.run.quality == "C":
+            continue
+        if not p.standin and time_error(p) is not None:
             groups[TOGETHER.get(p.run.software, p.run.software)].append(p)
     found = []
     for software, rows in sorted(groups.items()):

@@ -77,6 +77,11 @@ class HostCopies:
         return self.link.memory_bytes / min(self.devices, self.link.memory_devices)
 
     @property
+    def threads(self) -> int:
+        """Cores of the host for one device, all devices at once; 0 where they are not known."""
+        return self.link.cores // min(self.devices, self.link.memory_devices)
+
+    @property
     def memory_rate(self) -> float:
         """Bytes per second at which the host reads or writes its memory for one device, all devices at once."""
         return MEMORY_FRACTION * self.link.memory_bytes_per_second / min(self.devices, self.link.memory_devices)

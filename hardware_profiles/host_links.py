@@ -26,7 +26,8 @@ class HostLink:
         latency_seconds: of a copy, beside its bytes.
         memory_bytes: the host's memory that ``memory_devices`` devices share: of a socket, or of a Grace.
         memory_bytes_per_second: nominal bandwidth of that memory.
-        memory_devices: the devices that share it.
+        memory_devices: the devices that share it, and the cores beside it.
+        cores: of the processors beside that memory; 0 where not known.
         source: where the numbers come from.
     """
 
@@ -40,6 +41,7 @@ class HostLink:
     memory_bytes_per_second: float = 0.0
     memory_devices: int = 1
     source: str = ""
+    cores: int = 0
 
 
 def read_host_link(name: str, table: Table) -> HostLink:
@@ -55,6 +57,7 @@ def read_host_link(name: str, table: Table) -> HostLink:
         table.number("memory_bytes_per_second", positive=True),
         table.integer("memory_devices", 1),
         table.text("source", ""),
+        table.integer("cores", 0, low=0),
     )
     if link.both_fraction > 1:
         table.failures.add(f"{table.path}.both_fraction", f"got {link.both_fraction}, expected a number up to 1")

@@ -124,7 +124,10 @@ def job_of(
         )
     cluster, chosen = machines_named(str(document.raw["cluster"]), lambda name: cluster_named(name, document.folder))
     check_within([tuple(used)], len(chosen), f"devices are in cluster '{document.raw['cluster']}'")
-    return launch_of(cluster, words, environment, devices=chosen[: len(used)], per_host=per_host)
+    on_host = any(choice.get("on_host") for stage in document.raw["stages"] for choice in stage["params"].values())
+    return launch_of(
+        cluster, words, environment, devices=chosen[: len(used)], per_host=per_host, steps_on_host=on_host
+    )  # fmt: skip
 
 
 def _words(script: str) -> list[str]:

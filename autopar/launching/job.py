@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from autopar.errors import ClusterError
+from cost_models.host_link import copies_of
 from hardware_profiles import Cluster, split_software, split_subset
 
 MOST_DEVICES_OF_A_HOST = 16
 """Most accelerators of one host (DGX-2, Trn2); a larger domain, such as NVL72, is several hosts."""
 DEVICES_OF_A_TRAY = 4
 """GPUs of a host of an NVL72 domain: 18 compute trays of 4 GPUs (NVIDIA GB200 NVL72 data sheet)."""
+THREADS = "OMP_NUM_THREADS"
+"""Variable with the threads of each rank on processors, which torchrun sets to 1 where it is not set."""
 PORT = 29500
 """Default port of the rendezvous, that of torchrun."""
 
@@ -122,6 +125,7 @@ def machines_named(name: str, load: Callable[[str], Cluster]) -> tuple[Cluster, 
 def launch_of(
     cluster: Cluster, argv: Sequence[str], environment: Mapping[str, str] | None = None, *,
     devices: Sequence[int] | None = None, per_host: int | None = None, launcher: Sequence[str] = TORCHRUN,
+    steps_on_host: bool = False,
 ) -> Launch:  # fmt: skip
     """Return the job on a cluster's machines.
 
@@ -132,6 +136,7 @@ def launch_of(
         devices: the cluster's device of every rank; by default all devices in order.
         per_host: devices of a host, where a machine of the cluster is several hosts (an NVL72 domain).
         launcher: words that start the ranks of one machine, such as :data:`TORCHRUN`.
+        steps_on_host: whether the optimizer steps on the host, which takes all its cores to be as fast as its price.
 
     Raises:
         ClusterError: the cluster lacks a device, is abstract, has devices on which torch starts no process, or
@@ -146,8 +151,27 @@ def launch_of(
         notes.append(f"{idle} of the cluster's {cluster.n_devices} devices are left idle")
     several = sum(each.count for each in machines) > 1
     own, more = _environment(cluster, several) if on_gpu else ({}, [])
-    variables = {"OMP_NUM_THREADS": "1"} | own | dict(environment or {})
+    given = dict(environment or {})
+    threads = 1
+    if steps_on_host and THREADS not in given:
+        threads, why = _threads_of_step(cluster, used[0])
+        notes.append(why)
+    variables = {THREADS: str(threads)} | own | given
     return Launch(machines, tuple(argv), variables, tuple(launcher), (*notes, *more), on_gpu)
+
+
+def _threads_of_step(cluster: Cluster, device: int) -> tuple[int, str]:
+    """Return the threads of a rank whose optimizer steps on the host, and a note."""
+    host = copies_of(cluster, cluster.devices[device])
+    if host is None or not host.threads:
+        return 1, (
+            f"the optimizer steps on the host with one thread, as {THREADS}=1 says, several times slower than priced: "
+            "set it to the cores of a machine over its ranks"
+        )
+    return host.threads, (
+        f"{THREADS}={host.threads}: the optimizer steps on the host, which has so many cores for each device "
+        f"({host.link.name}); on another host set it to the cores of a machine over its ranks"
+    )
 
 
 def _check_devices(cluster: Cluster, used: Sequence[int]) -> None:

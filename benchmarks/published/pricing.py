@@ -62,10 +62,12 @@ class Priced:
 # --- precision -------------------------------------------------------------------------------------------------------
 
 _SIXTEEN_BIT_SUMS = (
-    "megatron-2021", "megatron-deepspeed-2022", "megatron-deepspeed-2020", "fms-fsdp", "nemo", "mlperf",
+    "megatron-2021", "megatron-deepspeed-2022", "megatron-deepspeed-2020", "fms-fsdp", "nemo", "mlperf", "deepspeed",
+    "deepspeed-eager", "accelerate",
 )  # fmt: skip
 """Software whose gradients are added up over ranks in 16 bits: Megatron with --fp16 unless it was told otherwise,
-fms-fsdp's bfSixteen policy, and NVIDIA's performance recipes (grad_reduce_in_fp32=False)."""
+fms-fsdp's bfSixteen policy, NVIDIA's performance recipes (grad_reduce_in_fp32=False), DeepSpeed with bf16
+(communication_data_type) and accelerate's FSDP with it."""
 
 
 def policies_of(run: Run) -> tuple[str, ...]:

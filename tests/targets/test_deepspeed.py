@@ -10,6 +10,8 @@ from autopar.errors import AutoparError
 from autopar.planner.layouts.layout_words import parse_layout
 from autopar.targets import target_named
 from autopar.targets.pricing import layout_words
+from cost_models.parameter_overlap import shares_of
+from hardware_profiles import load_cluster
 
 TARGET = target_named("deepspeed")
 
@@ -107,7 +109,6 @@ def test_what_cannot_be_honoured_is_one_error_that_names_the_field(change, named
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_hpz_partition_size"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
         ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, "zero_optimization.stage"),
-        ({"zero_optimization": {"stage": 1}}, "overlap_comm"),
         ({"optimizer": {"type": "Lamb"}}, "Lamb"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "cpu_checkpointing"),
     ],
@@ -115,6 +116,13 @@ def test_what_cannot_be_honoured_is_one_error_that_names_the_field(change, named
 def test_what_the_price_does_not_know_is_said(change, field, tmp_path):
     config = read_text(tmp_path, "ds_config.json", {**SMALL, **change}, "deepspeed")
     assert any(field in note for note in config.unpriced), config.unpriced
+
+
+@pytest.mark.parametrize("change", [{"stage": 1}, {"stage": 3, "overlap_comm": False}])
+def test_sums_of_gradients_are_priced_after_the_backward_whether_it_says_so_or_not(change, tmp_path):
+    config = read_text(tmp_path, "ds_config.json", {**SMALL, "zero_optimization": change}, "deepspeed")
+    assert not any("overlap" in note for note in config.unpriced), config.unpriced
+    assert shares_of(load_cluster(f"dgx-h100 as {config.software}")).reductions == 0
 
 
 def test_auto_is_what_trainer_arguments_beside_it_say(tmp_path):

@@ -27,6 +27,10 @@ def test_an_optimizer_on_the_host_is_in_the_files(tmp_path: Path, how: tuple[str
     assert code == 0, err
     zero = json.loads((folder / "ds_config.json").read_text())["zero_optimization"]
     assert zero["offload_optimizer"]["device"] == "cpu"
+    assert "export OMP_NUM_THREADS=14\n" in (folder / "launch.sh").read_text()
+    if how[0] == "--mesh":
+        code, out, err = command("launch", file)
+        assert code == 0 and "OMP_NUM_THREADS=14" in out, err
 
 
 def test_activations_on_the_host_are_not_said_to_trainers(tmp_path: Path) -> None:

@@ -150,6 +150,28 @@ def test_one_factor_is_found_from_one_half_of_the_models(published: ModuleType) 
     assert factors_of([replace(fit, software="nanotron")])["nanotron-ddp"] == 1.25
 
 
+def test_nothing_is_fitted_to_rows_that_are_held_out(published: ModuleType) -> None:
+    from fit_software import HELD_OUT, fits
+    from published.pricing import Priced
+
+    source = min(HELD_OUT)
+    rows = [Priced(run(published, id=f"{i}", source=source, step_time_s="2"), seconds=1.0) for i in range(8)]
+    assert {p.run.software for p in rows} == {"deepspeed"} and fits(rows) == []
+
+
+def test_rows_beside_the_code_are_of_the_trainers_that_they_say(published: ModuleType) -> None:
+    from published.pricing import layout_of, policies_of
+    from published.rows import read, run_of
+
+    runs = [run_of(row) for row in read([FOLDER / "published_data" / "zero3.csv"])]
+    assert {(p.id.rsplit("-", 1)[0], p.software) for p in runs} == {
+        ("deepcompile-eager", "deepspeed-eager"), ("deepcompile-fsdp", "accelerate"),
+        ("deepcompile-compiled", "deepspeed"), ("granite", "accelerate"), ("granite", "deepspeed-eager"),
+    }  # fmt: skip
+    assert {policies_of(p)[0] for p in runs} == {"params=bfloat16,reduce=bfloat16"}
+    assert all("zero=3" in layout_of(p) and "recompute=full" in layout_of(p) for p in runs)
+
+
 def test_the_price_is_that_of_the_public_api(published: ModuleType) -> None:
     import torch
     from published.built_clusters import cluster_of

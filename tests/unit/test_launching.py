@@ -63,6 +63,20 @@ def test_the_environment_follows_from_the_cluster() -> None:
     assert (sums.environment["NCCL_COLLNET_ENABLE"], sums.environment["OMP_NUM_THREADS"]) == ("1", "8")
 
 
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [("dgx-h100-x2", "14"), ("dgx-h100-4of8", "14"), ("dgx-h100@0", "14"), ("alps-gh200", "72"), ("pcie-rtx4090", "1")],
+)
+def test_an_optimizer_on_the_host_has_the_cores_of_a_device(name: str, threads: str) -> None:
+    """As many as all devices of a machine can have at once; of a desktop they are not known, which is said."""
+    found = job(name, steps_on_host=True)
+    assert found.environment["OMP_NUM_THREADS"] == threads
+    assert f"OMP_NUM_THREADS={threads}" in found.notes[-1] and "optimizer steps on the host" in found.notes[-1]
+    assert f"export OMP_NUM_THREADS={threads}\n" in torchrun(found)
+    said = job(name, steps_on_host=True, environment={"OMP_NUM_THREADS": "3"})
+    assert said.environment["OMP_NUM_THREADS"] == "3" and not any("OMP" in note for note in said.notes)
+
+
 def test_another_launcher_gets_the_same_numbers() -> None:
     words = ("accelerate", "launch", "--num_machines", "{nodes}", "--machine_rank={node}", "--num_processes", "{ranks}",
              "--main_process_ip", "{host}", "--config_file", "a b.yaml")  # fmt: skip

@@ -60,5 +60,4 @@ TARGET = Target(
     refuses=refuses,
     reads=reads,
     read=read,
-    environment={"OMP_NUM_THREADS": "1"},
 )

@@ -76,6 +76,5 @@ TARGET = Target(
     refuses=refuses,
     reads=reads,
     read=read,
-    environment={"OMP_NUM_THREADS": "1"},
     offloads=("optimizer", "parameters"),
 )

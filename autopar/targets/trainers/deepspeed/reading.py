@@ -22,13 +22,13 @@ ZERO_HARMLESS = (
     "allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint enable_sanity_checks "
     "gather_16bit_weights_on_model_save ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights "
     "log_trace_cache_warnings max_live_parameters max_reuse_distance memory_efficient_linear "
-    "model_persistence_threshold module_granularity_threshold override_module_apply param_persistence_threshold "
-    "parameter_alignment pipeline_loading_checkpoint prefetch_bucket_size reduce_bucket_size reduce_scatter "
-    "round_robin_gradients stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save "
-    "stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance "
-    "stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold "
-    "stage3_prefetch_bucket_size sub_group_size compute_grad_norm cpu_offload_use_pin_memory "
-    "use_multi_rank_bucket_allreduce allgather_sequential"
+    "model_persistence_threshold module_granularity_threshold overlap_comm override_module_apply "
+    "param_persistence_threshold parameter_alignment pipeline_loading_checkpoint prefetch_bucket_size "
+    "reduce_bucket_size reduce_scatter round_robin_gradients stage3_allgather_sequential "
+    "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters "
+    "stage3_max_reuse_distance stage3_model_persistence_threshold stage3_module_granularity_threshold "
+    "stage3_param_persistence_threshold stage3_prefetch_bucket_size sub_group_size compute_grad_norm "
+    "cpu_offload_use_pin_memory use_multi_rank_bucket_allreduce allgather_sequential"
 ).split()
 ZERO_UNPRICED = {
     "zero_hpz_partition_size": "a second copy of parameters in every node is not priced: memory is a lower bound, "
@@ -215,10 +215,6 @@ def _zero(zero: Section, title: str, words: dict[str, str], m: int, notes: list[
             what = "optimizer state is" if kind == "optimizer" else "parameters are"
             notes.append(f"{zero.named(name)}: {what} kept on the host, which is not priced: memory of a device is an "
                          "upper bound, seconds a lower one")  # fmt: skip
-    overlap = zero.flag("overlap_comm")
-    if (stage in (1, 2) and not overlap and not zero.is_auto("overlap_comm")) or (stage == 3 and overlap is False):
-        notes.append(f"{zero.named('overlap_comm')}: false: sums of gradients are priced as overlapped: seconds are a "
-                     "lower bound")  # fmt: skip
     for name, why in ZERO_UNPRICED.items():
         value = zero.get(name)
         if value and value != AUTO and not (name == "zero_hpz_partition_size" and value == 1):

@@ -30,6 +30,6 @@ TARGET = Target(
     write=write,
     reads=reads,
     read=read,
-    environment={"OMP_NUM_THREADS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},  # as run_train.sh
+    environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},  # as run_train.sh
     offloads=("parameters",),
 )
