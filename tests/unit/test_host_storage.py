@@ -24,7 +24,7 @@ from autopar.targets.host_shares import HostShares, host_shares
 from autopar.targets.target import ConfigError
 from cost_models.host_link import host_copies
 from cost_models.host_step import host_step_seconds
-from hardware_profiles import ProfileError, load_cluster
+from hardware_profiles import load_cluster
 
 CLUSTER = Path(__file__).parents[1] / "data" / "beside-a-host.toml"
 ROWS, WIDTH, BLOCKS = 64, 64, 4
@@ -122,8 +122,9 @@ def test_plan_files_remember_it(captured: Captured, tmp_path: Path) -> None:
 
 
 def test_a_device_without_a_host_is_refused(captured: Captured) -> None:
-    with pytest.raises(ProfileError, match="has no memory of a host that is known here"):
-        planned(captured, cluster="local-x1", offload={"optimizer": 1})
+    for wish in ({"offload": {"optimizer": 1}}, {"offload": "auto"}, {"params": {"*.up.weight": "I host"}}):
+        with pytest.raises(PlanError, match="offload: device cpu-core has no memory of a host that is known here"):
+            planned(captured, cluster="local-x1", **wish)
 
 
 def test_a_step_on_the_host_is_bound_by_its_memory() -> None:

@@ -61,12 +61,10 @@ class MeshProblem:
         """Return the operators whose results the user asked to be moved to the memory of the host.
 
         Raises:
-            PlanError: the devices have none.
+            PlanError: anything may be moved there, results or parameters, and the devices have none.
         """
         offload = self.options.offload
-        if offload.activations is None:
-            return frozenset()
-        if self.priced.host is None:
+        if self.priced.host is None and (offload or self.pins.host.is_asked):
             raise PlanError(f"offload: {no_host(self.priced.device)}")
         return frozenset(
             i for i, node in self.graph.of_kind("op")
