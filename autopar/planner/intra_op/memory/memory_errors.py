@@ -19,8 +19,8 @@ LARGEST = 3
 class AllTooLarge(InfeasibleError):
     """All choices are above the limit; ``smallest`` is the plan that comes nearest of those that were seen."""
 
-    def __init__(self, smallest: StagePlan) -> None:
-        super().__init__(f"the smallest plan needs {show_bytes(smallest.price.memory_bytes)}")
+    def __init__(self, smallest: StagePlan, text: str = "") -> None:
+        super().__init__(text or f"the smallest plan needs {show_bytes(smallest.price.memory_bytes)}")
         self.smallest = smallest
 
 
