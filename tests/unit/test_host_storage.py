@@ -199,3 +199,20 @@ def test_a_plan_says_what_the_host_holds_and_a_small_host_is_refused(captured: C
 def test_steps_on_whole_matrices_stay_on_the_device(captured: Captured) -> None:
     with pytest.raises(PlanError, match="muon multiplies whole matrices in its step"):
         planned(captured, optimizer="muon", offload="optimizer")
+
+
+def test_auto_takes_what_can_be_moved(captured: Captured) -> None:
+    """With Muon, and in a pipeline that never drains, that is activations; by name more is refused."""
+    free = planned(captured, offload="auto")
+    assert free.pins.offload == "auto" and not any("activations alone" in note for note in free.notes)
+    tight = 0.97 * planned(captured, optimizer="muon").stages[0].price.memory_bytes
+    plan = planned(captured, optimizer="muon", offload="auto", memory_limit=tight)
+    (note,) = [note for note in plan.notes if note.startswith("offload: activations alone may wait on the host: muon")]
+    assert "whole matrices" in note and not on_host(plan.stages[0]) and plan.stages[0].memory.get("offload")
+    loss: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "targets": (torch.ones(ROWS, WIDTH),)}
+    wish: dict[str, Any] = {"mesh": "data=2", "stages": 2, "microbatches": 4, "schedule": "pipedream", **loss}
+    piped = planned(captured, **wish, offload="auto")  # whose last stage keeps one version, and steps all the time
+    assert any("activations alone may wait on the host: a pipeline that" in note for note in piped.notes)
+    assert not any(map(on_host, piped.stages))
+    with pytest.raises(PlanError, match="keeps them on the device: leave offload to activations"):
+        planned(captured, **wish, offload="activations,optimizer,parameters")
