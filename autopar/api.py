@@ -26,7 +26,7 @@ from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether
 from autopar.parallelizing.call_examples import example_of, split_example, split_inputs
 from autopar.parallelizing.forward_only import ready_for
-from autopar.parallelizing.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
+from autopar.parallelizing.given_plans import check_axes_of_plan, check_rows, outcome_of, parts_of_batch, policy_of
 from autopar.parallelizing.precisions import agreed_on, fastest, request_under, with_note
 from autopar.plan_calls import Allowed, ExpertLoad, capture, layouts, plan
 from autopar.planner import planning
@@ -48,7 +48,7 @@ from autopar.runtime.ranks.groups import abort_groups
 from autopar.runtime.ranks.presence import alive
 from autopar.runtime.variants.buckets import Buckets, Size
 from autopar.runtime.variants.program_cache import KEPT, KEPT_IN_INFERENCE, Programs
-from autopar.words.meshes import mesh_shapes
+from autopar.words.meshes import Mesh, mesh_shapes
 from autopar.words.precision import Precision, adding_up_in, parse_choice, parse_precision
 from hardware_profiles import Cluster
 
@@ -56,7 +56,7 @@ from hardware_profiles import Cluster
 @documented
 def parallelize(  # noqa: C901  (one call from arguments to module, in order)
     model: torch.nn.Module,
-    mesh: DeviceMesh | str | Cluster | int | None = None,
+    mesh: DeviceMesh | Mapping[str, int] | str | Cluster | int | None = None,
     example_inputs: Any = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -106,9 +106,10 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
 
     Args:
         model: the model with its weights (rank 0's are used), or on the meta device.
-        mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen. By
-            default all ranks that the launcher started (``torchrun``), or the one process. In a DeviceMesh, an axis
-            ``pipe``, the first, makes a pipeline; its size is the number of groups.
+        mesh: a DeviceMesh with named axes, or axes and sizes as for :func:`plan` (``"data=2,tensor=4"``), over all
+            ranks in order; or a cluster's name, or the number of ranks, and the shape is chosen. By default all ranks
+            that the launcher started (``torchrun``), or the one process. An axis ``pipe``, the first, makes a
+            pipeline; its size is the number of groups.
         example_inputs: the batch of a step, as for :func:`plan`.
         example_kwargs: keyword arguments of that call, if it has positional ones too.
         plan: run this plan (or plan file) instead of making one; it says how many microbatches the batch is cut into.
@@ -212,11 +213,12 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
     with alive(group, "parallelize", abort_groups), ready_for(model, mode):
         move = arguments.check_call(group, given)
         check_own_gpus(group, device_mesh.device_type if device_mesh is not None else all_ranks.device_type_of(model))
+        there, axes = all_ranks.where_of(mesh, dist.get_world_size(group))
         if profile is not None:
-            if isinstance(mesh, DeviceMesh | int):
+            if isinstance(there, DeviceMesh | int):
                 cluster = profile_of(profile, cluster)
             else:
-                mesh = profile_of(profile, mesh)
+                there = profile_of(profile, there)
         allowed = parse_choice(precision)
         if allowed:
             if plan is not None:
@@ -224,7 +226,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             given["precision"] = allowed[0]
         if plan is not None and precision is None:
             given["precision"] = policy_of(plan, group)
-        request = all_ranks.on_all(group, lambda: replace(_asked(given, device_mesh), input_rows=input_rows))
+        request = all_ranks.on_all(group, lambda: replace(_asked(given, axes, device_mesh), input_rows=input_rows))
         if request.pins.precision is not None:
             request.pins.precision.check_runs()
         bare = example_inputs, example_kwargs, targets
@@ -254,14 +256,14 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
 
         note = ""
         if allowed:
-            seen_by_all = all_ranks.records_of(group, model, mesh)
+            seen_by_all = all_ranks.records_of(group, model, there)
 
             def under(policy: Precision) -> Plan:
                 """Plan under one of the policies that are allowed."""
                 under_it = request_under(request, policy, gradient_dtype)
                 part = taken(under_it.pins.precision)
                 check_products_run(part.graph)
-                where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, seen_by_all)
+                where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), there, cluster, seen_by_all)
                 return planning.find(model, part, lambda: first(1), where, n, under_it, name).plan
 
             policy, note = agreed_on(group, lambda: fastest(allowed, under))
@@ -284,7 +286,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
                 captured, model, first_part((args, kwargs, targets), fixed, no_rows_in(captured)), group
             )  # fmt: skip
 
-        records = all_ranks.records_of(group, model, mesh) if plan is None else []
+        records = all_ranks.records_of(group, model, there) if plan is None else []
 
         together: BucketsTogether | None = None
 
@@ -303,11 +305,11 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             if plan is None:
                 request = with_measured_load(request, captured, model, first(fixed, captured))
             if plan is None and buckets and request.microbatches == 1 and not request.piped:
-                where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, records)
+                where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), there, cluster, records)
                 together = bucket_plans.find(captured, buckets, in_bucket, where, n, request, name)
                 return together.outcome
             if plan is None:
-                where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, records)
+                where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), there, cluster, records)
                 outcome = planning.find(model, captured, lambda: first(1), where, n, request, name)
                 return replace(outcome, plan=with_note(outcome.plan, note))
             return outcome_of(plan, part, get_cluster(cluster) if cluster is not None else None, mode)
@@ -320,8 +322,10 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
 
         one, decided = all_ranks.agreed(decide, captured, group, part)
         if device_mesh is not None and (len(decided.stages) > 1 or "pipe" in (device_mesh.mesh_dim_names or ())):
-            all_ranks.groups_of(device_mesh, None)  # a mesh for stages, of which each takes its part
+            all_ranks.groups_of(axes or Mesh(), None)  # a mesh for stages, of which each takes its part
             device_mesh = None
+        if device_mesh is None and axes is not None:
+            check_axes_of_plan(decided, request.pins.mesh, request.pins.stages)
         if verify_capture and decided.microbatches > 1 and dist.get_rank(group) == 0:
             said = difference_by_parts(one, model, first(1), decided.microbatches)
             if said:
@@ -346,7 +350,7 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
             if batch == "local" and dist.get_world_size(group) > 1:
                 all_ranks.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
                 run.take_local_batch(no_rows_in(one))
-            cluster_of_plan = all_ranks.hardware_when_asked(decided, device_type, mesh, cluster, records)
+            cluster_of_plan = all_ranks.hardware_when_asked(decided, device_type, there, cluster, records)
             prepared = together.by_graph if together is not None else None
             planner: Callable[..., Any] = replanning.planner_of(decided, cluster_of_plan, group, prepared)
             if len(decided.stages) > 1:
@@ -373,15 +377,15 @@ def parallelize(  # noqa: C901  (one call from arguments to module, in order)
         return pm if ready is None else ready.finished(pm, encoder)
 
 
-def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> PlanRequest:
-    """Return the plan options among the arguments of :func:`parallelize`; a DeviceMesh says mesh, and maybe stages."""
-    wanted = {**given, "mesh": None, "optimizer": arguments.check_optimizer(given["optimizer"])}
-    if device_mesh is not None:
-        wanted["mesh"] = all_ranks.axes_of(device_mesh)
-        if any(wanted[option.name] is not None for option in PLAN_OPTIONS if option.pipelines) or (
-            "pipe" in (device_mesh.mesh_dim_names or ())
-        ):
-            wanted["stages"], wanted["mesh"] = all_ranks.groups_of(device_mesh, given["stages"])
+def _asked(given: Mapping[str, Any], axes: Mesh | None, device_mesh: DeviceMesh | None) -> PlanRequest:
+    """Return the plan options among the arguments of :func:`parallelize`; axes of ranks say mesh, and maybe stages."""
+    wanted = {**given, "mesh": axes, "optimizer": arguments.check_optimizer(given["optimizer"])}
+    if axes is not None:
+        staged = any(wanted[option.name] is not None for option in PLAN_OPTIONS if option.pipelines)
+        if "pipe" in axes.names or (staged and device_mesh is not None):
+            wanted["stages"], wanted["mesh"] = all_ranks.groups_of(axes, given["stages"])
+        if device_mesh is None:
+            all_ranks.check_axes(wanted["mesh"], wanted["stages"] or ("auto" if staged else 1), dist.get_world_size())
     if given["plan"] is not None:  # it says all that there is to say
         wanted["microbatches"] = None
     elif given["gradient_dtype"] is not None:  # so that the bytes of the sums are priced

@@ -127,12 +127,13 @@ def _explain_op(
     best = None if wanted is None else _instead(replanner, in_stage, wanted, limit)
     for text in on_host.lines(kept_there, len(plan.stages)) if not as_json else ():
         out().print(text, markup=False)
+    notes = [note for note in plan.notes if note.startswith(OF_PRECISION)]
     if as_json:
-        print_json({"ops": facts, "instead": best, **on_host.facts(kept_there)}, "explain")
+        print_json({"ops": facts, "instead": best, "notes": notes, **on_host.facts(kept_there)}, "explain")
         return
     if best is not None:
         _print_instead(best)
-    print_lines(*(f"note: {note}" for note in plan.notes if note.startswith(OF_PRECISION)))
+    print_lines(*(f"note: {note}" for note in notes))
 
 
 def _instead(

@@ -51,13 +51,18 @@ def fits(
     optimizer: Annotated[
         str | None, typer.Option("--optimizer", help="adamw (the default), sgd or sgd_momentum.")
     ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option("--offload", help="What is kept in the host's memory: activations, optimizer, parameters, with "
+                     "commas; optimizer=0.5: half of it; auto: all. Default: nothing."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check a layout against the devices' memory: exit code 0 if it fits, 1 if it does not.
 
     Nothing is searched. The answer comes with the seconds of a step, the error of memory predictions against published
     runs of this software on this device, and, if the layout does not fit, similar layouts that do: with smaller
-    microbatches, recomputation or sharded parameters. Offload to the host's memory is not used.
+    microbatches, recomputation or sharded parameters, or with a part of it in the memory of the host (--offload).
 
     Examples: autopar fits hf:llama/config.json --batch 128 --seq 8192 -c dgx-h100-x8 --like tp=8,dp=8,sp,zero=1
 
@@ -68,12 +73,14 @@ def fits(
     from autopar.planner.planning import options_of
     from autopar.plans.clusters import get_cluster
     from autopar.plans.request import as_option, request_of
+    from autopar.report import on_host
+    from autopar.report.on_host import on_hosts
     from hardware_profiles.published_errors import error_band
 
     hardware = get_cluster(cluster)
     layout = parse_layout(like)
     layout.check_devices(hardware.n_devices)
-    given = {"memory_limit": memory_limit, "precision": precision, "optimizer": optimizer}
+    given = {"memory_limit": memory_limit, "precision": precision, "optimizer": optimizer, "offload": offload}
     wanted = request_of({name: value for name, value in given.items() if value is not None}, spelled=as_option)
     for word, of_words, of_flag in (("precision", layout.precision, wanted.pins.precision if precision else None),
                                     ("optimizer", layout.optimizer, optimizer)):  # fmt: skip
@@ -85,11 +92,13 @@ def fits(
     with progress(f"pricing {like}"):
         found = of_model.price(cluster, layout)
         others = [] if found.fits else nearby(of_model, cluster, found)
-    band = error_band(hardware)
+        if not found.fits and offload is None:
+            others += on_the_host(of_model, cluster, found)
+    band, kept_there = error_band(hardware), on_hosts(found.pinned.graph, found.plan, hardware)
     if as_json:
-        print_json(_facts(found, band, others), "fits")
+        print_json({**_facts(found, band, others), **on_host.facts(kept_there)}, "fits")
     else:
-        print_lines(*answer(found, band, others))
+        print_lines(*answer(found, band, others, on_host.lines(kept_there, len(found.plan.stages))))
     if not found.fits:
         raise typer.Exit(1)
 
@@ -101,6 +110,7 @@ class Nearby:
     text: str
     found: PricedLayout | None
     error: str = ""
+    is_offloaded: bool = False
 
     @property
     def fits(self) -> bool:
@@ -125,6 +135,20 @@ def nearby(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[Ne
             tried.append(Nearby(text, layouts.price(cluster, text)))
         except AutoparError as error:  # rows that do not divide, nothing to recompute
             tried.append(Nearby(text, None, str(error)))
+    return tried
+
+
+def on_the_host(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[Nearby]:
+    """Price a layout with more and more of it in the memory of the host, until it fits."""
+    tried: list[Nearby] = []
+    for offload in ("activations", "optimizer", "auto"):
+        text = f"{found.layout.text} --offload {offload}"
+        try:
+            tried.append(Nearby(text, layouts.price(cluster, found.layout, offload), is_offloaded=True))
+        except AutoparError as error:  # no way to the host is known, or its memory is too small
+            tried.append(Nearby(text, None, str(error), is_offloaded=True))
+        if tried[-1].fits:
+            break
     return tried
 
 
@@ -162,8 +186,10 @@ def _changed(words: dict[str, str], way: dict[str, str | None]) -> str:
     return ",".join(word if not value else f"{word}={value}" for word, value in merged.items() if value is not None)
 
 
-def answer(found: PricedLayout, band: ErrorBand | None, others: list[Nearby]) -> list[str]:
-    """Return the answer as lines of text."""
+def answer(
+    found: PricedLayout, band: ErrorBand | None, others: list[Nearby], kept_there: list[str] | None = None
+) -> list[str]:
+    """Return the answer as lines of text; ``kept_there``: those about what is in the memory of the host."""
     from autopar.plans.lacking_memory import lacking_memory
 
     layout, pinned = found.layout, found.pinned
@@ -177,7 +203,7 @@ def answer(found: PricedLayout, band: ErrorBand | None, others: list[Nearby]) ->
     lacking = lacking_memory(found.plan, found.memory_bytes, found.limit_bytes)
     if lacking is not None:
         lines.append(f"  {lacking.text}: they are {show_bytes(lacking.largest_bytes)} of it")
-    lines += [f"  {note}" for note in pinned.notes]
+    lines += [f"  {line}" for line in (*(kept_there or ()), *pinned.notes)]
     lines.append("  " + certainty(found, band))
     if found.fits:
         return lines
@@ -195,7 +221,7 @@ def answer(found: PricedLayout, band: ErrorBand | None, others: list[Nearby]) ->
     for other in others:
         if other.found is not None and not other.fits:
             lines.append(f"  {other.text}: {other.beside().reason}")
-    lines.append("  offload to the host's memory is not supported")
+    lines += dict.fromkeys(f"  {other.error}" for other in others if other.is_offloaded and other.error)
     return lines
 
 

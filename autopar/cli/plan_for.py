@@ -118,5 +118,6 @@ def facts(search: TargetSearch, found: TargetPlans, top: int, own: RestrictedPla
         "target": search.target.name, "software": search.target.software,
         "own_seconds": own.own.plan.seconds if own is not None else None,
         "restrictions": [{"what": each.what, "seconds": each.seconds} for each in own.restrictions] if own else [],
+        "notes": list(best.pinned.notes),
     }  # fmt: skip
     return {"layouts": [], "alternatives": ranked(rows), "trainer": restriction}

@@ -15,7 +15,7 @@ from autopar import planfile
 from autopar.capture import Captured
 from autopar.errors import MeshError, first_few
 from autopar.planner.planning import Outcome
-from autopar.plans.clusters import check_mesh, get_cluster, reference
+from autopar.plans.clusters import check_mesh, get_cluster, is_axes, reference
 from autopar.plans.detection import RankRecord, check_nodes, cluster_of_ranks, dumps, loads, record_here
 from autopar.plans.device_groups import check_within
 from autopar.plans.plan import Plan
@@ -27,11 +27,12 @@ from autopar.runtime.ranks.groups import backend_for, backends
 from autopar.runtime.ranks.store_meeting import from_all
 from autopar.runtime.stages.plan_groups import check_device_mesh, group_of_own, mesh_of_own
 from autopar.words.meshes import Mesh
+from autopar.words.texts import mesh_of
 from hardware_profiles import Cluster, ProfileError
 
 T = TypeVar("T")
 Where = DeviceMesh | str | Cluster | int
-"""What ``parallelize`` takes as its mesh."""
+"""Where a model runs: what ``parallelize`` takes as its mesh, and the number of ranks for axes and sizes in words."""
 
 
 def on_all(group: Any, make: Callable[[], T]) -> T:
@@ -49,24 +50,36 @@ def on_all(group: Any, make: Callable[[], T]) -> T:
 # --- where -----------------------------------------------------------------------------------------------------------
 
 
-def groups_of(mesh: DeviceMesh | None, stages: int | str | None) -> tuple[int | str | None, Mesh | None]:
-    """Return number of groups and mesh of each, from a DeviceMesh whose first axis is ``pipe``.
+def groups_of(mesh: Mesh, stages: int | str | None) -> tuple[int, Mesh]:
+    """Return number of groups and mesh of each, from a mesh whose first axis is ``pipe``.
 
     Raises:
         MeshError: there is no such axis, it is not the first, or it contradicts ``stages``.
     """
-    if mesh is None:
-        return stages, None
-    names = mesh.mesh_dim_names or ()
-    if names[:1] != ("pipe",):
+    if mesh.names[:1] != ("pipe",):
         raise MeshError(
-            f"the DeviceMesh has axes {', '.join(names)}; for a pipeline its first must be 'pipe', or pass the number "
+            f"the mesh has axes {', '.join(mesh.names)}; for a pipeline its first must be 'pipe', or pass the number "
             "of ranks instead of a mesh"
         )
     if stages not in (None, "auto", mesh.size(0)):
         raise MeshError(f"stages is {stages}, the mesh's axis 'pipe' has {mesh.size(0)}; leave one of them out")
-    inner = Mesh((name, mesh.size(i)) for i, name in enumerate(names) if i)
-    return mesh.size(0), inner or Mesh.of(data=1)
+    return mesh.size(0), mesh.inner(1) or Mesh.of(data=1)
+
+
+def check_axes(mesh: Mesh, stages: int | str, ranks: int) -> None:
+    """Refuse axes and sizes of another number of ranks than run, in ``stages`` groups; in any number of them if "auto".
+
+    Raises:
+        MeshError: with both numbers.
+    """
+    groups = stages if isinstance(stages, int) else max(ranks // max(mesh.n_devices, 1), 1)
+    need = mesh.n_devices * groups
+    if need != ranks:
+        plural, in_groups = "s" if need != 1 else "", f" in {groups} groups" if groups > 1 else ""
+        raise MeshError(
+            f"the mesh {mesh.shown()}{in_groups} is of {need} rank{plural}, {ranks} {'are' if ranks > 1 else 'is'} "
+            "running; give sizes that make as many, start as many with torchrun --nproc-per-node, or leave mesh out"
+        )
 
 
 def hardware_of(
@@ -99,12 +112,20 @@ def hardware_of(
     if named is not None and records and (difference := check_nodes(where, where.name, records)):
         warnings.warn(f"{difference}: the plan is priced for machines that these are not", stacklevel=3)
     if isinstance(mesh, DeviceMesh):
-        check_mesh(axes_of(mesh), where)
+        check_mesh(_axes_of_device_mesh(mesh), where)
     return where, n, reference(cluster)
 
 
-def axes_of(mesh: DeviceMesh) -> Mesh:
-    """Return the names and sizes of a DeviceMesh's axes."""
+def where_of(mesh: Where | Mapping[str, int], ranks: int) -> tuple[Where, Mesh | None]:
+    """Return what is given as a mesh, the number of `ranks` for axes and sizes in words; and its axes, if any."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh, _axes_of_device_mesh(mesh)
+    if isinstance(mesh, (int, Path, Cluster)) or (isinstance(mesh, str) and not is_axes(mesh)):
+        return mesh, None
+    return ranks, mesh_of(mesh)
+
+
+def _axes_of_device_mesh(mesh: DeviceMesh) -> Mesh:
     return Mesh((name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names or ()))
 
 

@@ -26,6 +26,7 @@ from autopar.capture.tensor_layouts import check_not_packed
 from autopar.capture.untraceable_modules import check_modules
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.parallelizing.forward_only import check_mode
+from autopar.plans.clusters import is_axes
 from autopar.plans.plan import Plan
 from autopar.plans.plan_options import MODES as PLAN_MODES
 from autopar.plans.plan_options import OPTIMIZERS, PLAN_OPTIONS, is_integer, is_number, is_table, optional
@@ -39,6 +40,7 @@ from autopar.runtime.ranks.devices import check_one_device
 from autopar.runtime.stages.seeds import MODES
 from autopar.torch_private import pytree
 from autopar.words.graph import Ref
+from autopar.words.texts import mesh_of
 from autopar.words.trees import PyTree
 from hardware_profiles import Cluster
 
@@ -110,8 +112,15 @@ def check_ranks(mesh: Any) -> None:
     Raises:
         MeshError: with what it is.
     """
-    if not isinstance(mesh, (DeviceMesh, str, Path, Cluster)) and not is_integer(mesh):
-        raise MeshError(f"mesh is {shown(mesh)}; give a DeviceMesh, the name of a cluster, or a number of ranks")
+    if isinstance(mesh, (DeviceMesh, Path, Cluster)) or is_integer(mesh):
+        return
+    if not is_right("mesh", mesh):
+        raise MeshError(
+            f"mesh is {shown(mesh)}; give a DeviceMesh, axes and their sizes such as 'data=2,tensor=4', the name of a "
+            "cluster, or a number of ranks"
+        )
+    if not isinstance(mesh, str) or is_axes(mesh):
+        mesh_of(mesh)
 
 
 def check_model(model: Any) -> None:

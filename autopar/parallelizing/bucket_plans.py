@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, product
 from math import inf
@@ -26,6 +26,7 @@ from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
 from autopar.planner.intra_op.pins.small_parameters import note_on_small
 from autopar.planner.plan_notes import notes_on
 from autopar.planner.planning import Outcome, options_of
+from autopar.plans.offload_options import parse_offload
 from autopar.plans.plan import Plan, StagePlan
 from autopar.plans.request import PlanRequest
 from autopar.plans.stepped_by import stepped_by
@@ -83,7 +84,9 @@ def plan_buckets(
         PlanError: parameters may be stored on the host, which buckets cannot agree on.
     """
     request = options or Options()
-    if request.offload.optimizer is not None or request.offload.parameters is not None:
+    if request.offload.is_auto:
+        request = replace(request, offload=request.offload.of_activations)
+    if request.offload.of_parameters:
         raise PlanError(
             f"offload={request.offload.text}: plans of buckets are made one by one, and each would keep other "
             "parameters on the host; leave offload out with shapes='buckets', or pad all batches to one shape"
@@ -213,6 +216,8 @@ def find(
     by_graph = {graphs[size].fingerprint: plan for size, plan in plans.plans.items()}
     own = by_graph[captured.graph.fingerprint]
     notes = *notes_on(captured.graph), *note_on_small(captured.graph, request.pins.params, [own])
+    if parse_offload(request.pins.offload).is_auto:
+        notes = *notes, "offload: activations alone may wait on the host: buckets would keep other parameters there"
     first = Plan.alone(own, name, request.pins, notes)
     return BucketsTogether(Outcome(first, captured), by_graph, len(set(plans.layouts.values())) > 1)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autopar import planfile
 from autopar.capture import Captured
-from autopar.errors import PlanError
+from autopar.errors import MeshError, PlanError
 from autopar.parallelizing.forward_only import check_mode_of_plan, of_mode
 from autopar.planner.planning import Outcome
 from autopar.plans.plan import Plan
@@ -19,6 +19,7 @@ from autopar.plans.request import PlanRequest
 from autopar.runtime.batches.local_batch import parts_on
 from autopar.runtime.batches.runs import rows_of_microbatch
 from autopar.runtime.ranks.agree import share
+from autopar.words.meshes import Mesh
 from autopar.words.precision import Precision, parse_precision
 from hardware_profiles import Cluster
 
@@ -67,6 +68,21 @@ def parts_of_batch(plan: Plan | str | Path | None, request: PlanRequest, ranks: 
             "every group of ranks needs all of them; give stages=, or batch='global'"
         )
     return ranks // (request.pins.stages or 1)
+
+
+def check_axes_of_plan(plan: Plan, mesh: Mesh | None, groups: int | None) -> None:
+    """Refuse a plan for other axes than those that are asked for, of every one of ``groups`` groups of ranks.
+
+    Raises:
+        MeshError: with the axes of both.
+    """
+    have = [stage.mesh for stage in plan.stages]
+    if mesh is not None and have != [mesh] * (groups or len(have)):
+        wanted = mesh.shown() + (f" in {groups} groups" if groups is not None and groups > 1 else "")
+        raise MeshError(
+            f"the plan is for mesh {', '.join(one.shown() for one in have)}, mesh= is {wanted}: leave mesh out, or "
+            "plan for that mesh"
+        )
 
 
 def check_rows(plan: Plan, captured: Captured, parts: int) -> None:

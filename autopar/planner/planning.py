@@ -27,6 +27,7 @@ from autopar.planner.intra_op.building.integer_program import Beaten, NoChoice
 from autopar.planner.intra_op.memory.recompute import check_modules
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.pins.clashing_pins import explained
+from autopar.planner.intra_op.pins.host_storage import note_on_left_out
 from autopar.planner.intra_op.pins.small_parameters import TooSmallError, note_on_small
 from autopar.planner.microbatch_graphs import MicrobatchGraphs, part_of
 from autopar.planner.plan_notes import next_best, notes_on, notes_on_matrices, with_note_on_statistics
@@ -35,6 +36,7 @@ from autopar.plans.offload_options import parse_offload
 from autopar.plans.pins import Pins
 from autopar.plans.plan import Plan
 from autopar.plans.request import PlanRequest
+from autopar.plans.weight_versions import versions_of
 from autopar.rules.experts.expert_load import notes_on_load, with_load
 from autopar.words.graph import Graph
 from autopar.words.meshes import AXIS_NAMES, Mesh, mesh_shapes
@@ -102,7 +104,8 @@ def find(
     loaded = captured if graph is captured.graph else replace(captured, graph=graph)
     outcome = _on_some_devices(model, loaded, example, cluster, n, request, name or cluster.name, runs, say)
     graph = outcome.captured.graph
-    notes = [*notes_on_load(graph, outcome.plan), *notes_on_matrices(graph, outcome.plan)]
+    left_out = note_on_left_out(offload, request.optimizer, versions_of(outcome.plan.schedule))
+    notes = [*notes_on_load(graph, outcome.plan), *notes_on_matrices(graph, outcome.plan), *filter(None, [left_out])]
     if offload.patterns and not any(stage.memory.get(OFFLOAD) for stage in outcome.plan.stages):
         notes.append(
             f"offload: nothing is moved: no result of '{', '.join(offload.patterns)}' waits for its backward on the "

@@ -30,12 +30,22 @@ def get_cluster(cluster: str | Path | Cluster) -> Cluster:
     """
     if isinstance(cluster, Cluster):
         return cluster
+    if isinstance(cluster, str) and is_axes(cluster):
+        raise ClusterError(
+            f"'{cluster}' is the axes of a mesh, where a cluster is wanted: give the cluster's name or file there "
+            "('autopar clusters' lists the names), and the axes as the mesh"
+        )
     try:
         return load_cluster(cluster)
     except ProfileError as error:
         raise ClusterError(str(error)) from error
     except OSError as error:
         raise ClusterError(f"cannot read cluster file {cluster}: {error.strerror}") from error
+
+
+def is_axes(text: str) -> bool:
+    """Check whether a text is the axes of a mesh, such as ``data=2``, and no cluster: their names have no ``=``."""
+    return "=" in text and not any(ending in text for ending in FILES)
 
 
 def reference(cluster: str | Path | Cluster) -> str:

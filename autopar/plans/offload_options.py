@@ -9,13 +9,13 @@
 
 Each may stand alone, and is then a choice of the planner (``offload="optimizer"``), or with the least share of the
 bytes that it is about (``offload={"optimizer": 0.5}``, on the command line ``--offload optimizer=0.5``). ``auto``
-allows all of them, ``none`` none.
+allows all of them that can be, ``none`` none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeGuard
 
 from autopar.errors import PlanError
@@ -29,18 +29,24 @@ class Offload:
 
     Each is None where it may not be; else the least share of the bytes, from 0 (the planner chooses) to 1 (all).
     Activations have no share: they are 0, or the patterns of modules whose results are moved whatever that costs.
+
+    Attributes:
+        is_auto: as ``auto`` says it: what cannot be moved is left out, where by name it would be refused.
     """
 
     activations: float | tuple[str, ...] | None = None
     optimizer: float | None = None
     parameters: float | None = None
+    is_auto: bool = False
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) is not None for name in WHAT)
 
     @property
     def text(self) -> str:
-        """As it is written: ``activations,optimizer=0.5``; empty where nothing may be moved."""
+        """As it is written: ``auto``, or ``activations,optimizer=0.5``; empty where nothing may be moved."""
+        if self == Offload(0.0, 0.0, 0.0, is_auto=True):
+            return AUTO
         said = [f"{ACTIVATIONS}={pattern}" for pattern in self.patterns] or [ACTIVATIONS] * self.chooses_activations
         shares = {name: share for name in WHAT[1:] if (share := getattr(self, name)) is not None}
         return ",".join([*said, *(f"{name}={share:g}" if share else name for name, share in shares.items())])
@@ -51,13 +57,23 @@ class Offload:
         return self.activations is not None and not self.patterns
 
     @property
+    def of_parameters(self) -> bool:
+        """Whether parameters or the state of the optimizer may be stored on the host."""
+        return self.optimizer is not None or self.parameters is not None
+
+    @property
+    def of_activations(self) -> Offload:
+        """The same without parameters and state."""
+        return replace(self, optimizer=None, parameters=None)
+
+    @property
     def patterns(self) -> tuple[str, ...]:
         """Paths of the modules whose results are moved; none where the planner chooses."""
         return self.activations if isinstance(self.activations, tuple) else ()
 
 
 NOTHING = Offload()
-WHAT = tuple(field.name for field in fields(Offload))
+WHAT = ("activations", "optimizer", "parameters")
 """What may be kept on the host, in the order in which it is listed."""
 ACTIVATIONS = WHAT[0]
 NONE, AUTO = "none", "auto"
@@ -105,7 +121,7 @@ def parse_offload(wish: OffloadWish | None, where: str = "offload") -> Offload:
         if words == [NONE]:
             return Offload()
         if words == [AUTO]:
-            return Offload(0.0, 0.0, 0.0)
+            return Offload(0.0, 0.0, 0.0, is_auto=True)
         shares = {}
         for word in words:
             name, equals, said = word.partition("=")
@@ -128,7 +144,8 @@ def parse_offload(wish: OffloadWish | None, where: str = "offload") -> Offload:
             f"{where}: a share of the activations, {share:g}, cannot be asked for; give modules, as in "
             f"'{ACTIVATIONS}=layers.*', or '{ACTIVATIONS}' and a memory limit"
         )
-    return Offload(tuple(patterns) or ((EVERY,) if share else share), **shares)
+    activations = tuple(patterns) or ((EVERY,) if share else share)
+    return Offload(activations, shares.get("optimizer"), shares.get("parameters"))
 
 
 def paths_of(module: str) -> list[str]:

@@ -34,6 +34,8 @@ LR = 1e-2
 OPTIMIZERS: Mapping[str, Any] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=LR, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda params: torch.optim.AdamW(params, lr=LR),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=LR),
+    "adafactor, gradients of zero": lambda params: torch.optim.Adafactor(params, lr=LR, eps=(1e-8, 1e-3)),
 }
 
 

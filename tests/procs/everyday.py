@@ -1,4 +1,6 @@
-"""What one rank does in the tests of everyday scripts: saving as one device does, and what is beside the model."""
+"""What one rank does in the tests of everyday scripts: saving as one device does, meshes in words,
+and what is beside the model.
+"""
 
 from __future__ import annotations
 
@@ -53,3 +55,12 @@ def saved_by_one_rank(folder: str) -> str:
         return text
     pm(inputs(1)[0])
     return ""
+
+
+def in_words(axes: str | dict[str, int], options: dict[str, Any]) -> tuple[float, tuple[str, ...], str]:
+    """A mesh in the words of ``autopar plan --mesh``: a step beside one device, axes, and too many ranks."""
+    x, eager = inputs(1)[0], Small()
+    pm = autopar.parallelize(Small(), axes, x, **options)
+    difference = abs(float(pm.train_step(x)) - float(eager(x)))
+    many = said(lambda: autopar.parallelize(Small(), "data=2,tensor=2", x))
+    return difference, pm.plan.stages[0].mesh.names, many

@@ -193,6 +193,14 @@ def lbfgs(layout: str, search: str | None) -> float:
     return compared(pm, eager, train(pm, ours, xs), train(eager, theirs, xs))
 
 
+def lbfgs_in_stages() -> None:
+    """A rank has no inner products over the parameters of other stages."""
+    pm, (x,) = Small(), inputs(1)
+    pm = autopar.parallelize(pm, "pipe=2,data=1", x, verify_capture=False)
+    optimizer = optim.LBFGS(pm.parameters(), lr=0.5)
+    optimizer.step(lambda: pm.train_step(x))
+
+
 def groups(layout: str) -> float:
     """Several groups, one frozen later, a scheduler of each kind."""
     eager, xs = Small(), inputs(8)

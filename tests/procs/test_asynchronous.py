@@ -50,6 +50,8 @@ def test_stages_of_several_ranks() -> None:
     check(4, [
         Case(Config("gpt2", "pipedream", (PAIR, PAIR), 2, zoo=UNTIED), "momentum", steps=10),
         Case(Config("mlp", "pipedream-2bw", (PAIR, PAIR), 4, seed=3, lifetime="step")),
+        Case(Config("mlp", "pipedream-2bw", (PAIR, PAIR), 4, seed=3, lifetime="step"), "adafactor", steps=6),
+        Case(Config("gpt2", "pipedream-2bw", (PAIR, PAIR), 2, zoo=UNTIED), "adafactor, gradients of zero", steps=4),
         Case(Config("gpt2", "pipedream-2bw", (PAIR, ONE, ONE), 4, seed=1, lifetime="step", zoo=UNTIED), steps=6),
     ])  # fmt: skip
 

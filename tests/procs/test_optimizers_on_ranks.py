@@ -40,6 +40,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "SparseAdam": (
         ("refused", "sparse_rows", "SparseAdam"), "RuntimeError: SparseAdam does not support dense gradients",
     ),
+    "LBFGS in stages": (
+        ("refused", "lbfgs_in_stages"), "RunError: LBFGS.step(closure) looks at all parameters at once, and in a "
+        "pipeline each rank has those of its stages",
+    ),
 }  # fmt: skip
 """Cases that say what they cannot do."""
 

@@ -244,6 +244,7 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("cluster of an unknown device", "cli", PLAN.replace("dgx-h100", "other.toml")),
         ("more devices than are planned for", "cli", PLAN.replace("dgx-h100", "dgx-h100-x16384")),
         ("device with a misspelt format", "cli", PLAN.replace("dgx-h100", "format.toml")),
+        ("axes of a mesh in place of a cluster", "cli", PLAN.replace("dgx-h100", "data=8")),
         ("unknown cluster to describe", "cli", "autopar clusters dgx-h100 laptop"),
     ]),
     ("Models", [
@@ -415,6 +416,8 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("mesh of another shape than the plan", "rank", "mesh = init_device_mesh('cpu', (1,), mesh_dim_names=('rows',))\nautopar.parallelize(model, mesh, inputs, plan=pm.plan)"),
         ("device mesh without names", "rank", "autopar.parallelize(model, init_device_mesh('cpu', (1,)), inputs)"),
         ("more ranks than are running", "rank", "autopar.parallelize(model, 2, inputs)"),
+        ("axes of more ranks than are running", "rank", "autopar.parallelize(model, 'data=2,tensor=2', inputs)"),
+        ("axes of another shape than the plan", "rank", "autopar.parallelize(model, 'rows=1', inputs, plan=pm.plan)"),
         ("meta model without initial values", "rank", "meta = nn.Linear(4, 4).to('meta')\nmeta.reset_parameters = None\nautopar.parallelize(meta, 1, torch.zeros(2, 4))"),
     ]),
 ]

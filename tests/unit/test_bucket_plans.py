@@ -13,11 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.api import capture
+from autopar.errors import PlanError
 from autopar.parallelizing import bucket_plans
 from autopar.parallelizing.bucket_plans import BucketPlans, plan_buckets, relayout_seconds, steps_between
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.plans.clusters import get_cluster
+from autopar.plans.offload_options import parse_offload
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State
 
@@ -105,3 +107,12 @@ def test_steps_lead_from_one_layout_to_the_other(src: str, dst: str) -> None:
     steps = steps_between(a, b)
     assert steps and all(x == y for (_, _, x), (_, y, _) in pairwise(steps))
     assert [p if p.is_shard else "whole" for p in steps[-1][2]] == [p if p.is_shard else "whole" for p in b]
+
+
+def test_buckets_move_activations_alone(graphs: dict[tuple[int, int], Any]) -> None:
+    """``offload="auto"`` takes what buckets can agree on; by name more is refused."""
+    cluster = get_cluster("dgx-h100-x64")
+    with pytest.raises(PlanError, match="each would keep other parameters on the host"):
+        plan_buckets(graphs, [SHORT], cluster, MESH, Options(offload=parse_offload("optimizer")))
+    plans = plan_buckets(graphs, [SHORT], cluster, MESH, Options(offload=parse_offload("auto")))
+    assert not any(choice.on_host for plan in plans.plans.values() for choice in plan.params.values())

@@ -56,9 +56,29 @@ def test_yes_and_no() -> None:
     code, text = run("--like", "dp=4,mbs=1024", "--memory-limit", "8MiB")
     assert code == 1 and text.startswith("no: dp=4,mbs=1024 needs ") and "too much" in text
     assert "fits: dp=4,mbs=512" in text or "fits: dp=4,mbs=1024,recompute=full" in text
-    assert "offload to the host's memory is not supported" in text
+    assert text.count("offload: device cpu-core has no memory of a host") == 1
     code, text = run("--like", "dp=4,mbs=1024", "--memory-limit", "1KiB")
     assert code == 1 and "none of the layouts near it fits" in text
+
+
+def test_the_memory_of_the_host() -> None:
+    """A layout is priced with a part of it there; without a wish more and more of it is tried until it fits."""
+    like = ("-c", "dgx-h100", "--like", "dp=8,mbs=512")
+    small, none = (*like, "--memory-limit", "4900KiB"), (*like, "--memory-limit", "1200KiB")
+    code, text = run(*small)
+    assert code == 1 and "  fits: dp=8,mbs=512 --offload activations: " in text
+    code, text = run(*small, "--offload", "activations")
+    assert code == 0 and "  on the host: activations, " in text
+    least = {}
+    for offload in ("none", "activations", "optimizer=0.5", "optimizer", "auto"):
+        code, text = run(*none, "--offload", offload, "--json")
+        facts = json.loads(text)
+        assert code == 1 and bool(facts.get("on_host")) == (offload != "none")
+        assert not any("--offload" in other["layout"] for other in facts["alternatives"])
+        least[offload] = facts["memory_bytes"]
+    assert least["none"] > least["optimizer=0.5"] > least["optimizer"] > least["auto"] < least["activations"]
+    code, text = run(*none)
+    assert code == 1 and f"--offload auto: refused: {least['auto'] / 2**20:.1f} of 1.2 MiB" in text
 
 
 def test_as_json() -> None:

@@ -24,7 +24,7 @@ from autopar.targets.host_shares import HostShares, host_shares
 from autopar.targets.target import ConfigError
 from cost_models.host_link import host_copies
 from cost_models.host_step import host_step_seconds
-from hardware_profiles import ProfileError, load_cluster
+from hardware_profiles import load_cluster
 
 CLUSTER = Path(__file__).parents[1] / "data" / "beside-a-host.toml"
 ROWS, WIDTH, BLOCKS = 64, 64, 4
@@ -122,8 +122,9 @@ def test_plan_files_remember_it(captured: Captured, tmp_path: Path) -> None:
 
 
 def test_a_device_without_a_host_is_refused(captured: Captured) -> None:
-    with pytest.raises(ProfileError, match="has no memory of a host that is known here"):
-        planned(captured, cluster="local-x1", offload={"optimizer": 1})
+    for wish in ({"offload": {"optimizer": 1}}, {"offload": "auto"}, {"params": {"*.up.weight": "I host"}}):
+        with pytest.raises(PlanError, match="offload: device cpu-core has no memory of a host that is known here"):
+            planned(captured, cluster="local-x1", **wish)
 
 
 def test_a_step_on_the_host_is_bound_by_its_memory() -> None:
@@ -198,3 +199,20 @@ def test_a_plan_says_what_the_host_holds_and_a_small_host_is_refused(captured: C
 def test_steps_on_whole_matrices_stay_on_the_device(captured: Captured) -> None:
     with pytest.raises(PlanError, match="muon multiplies whole matrices in its step"):
         planned(captured, optimizer="muon", offload="optimizer")
+
+
+def test_auto_takes_what_can_be_moved(captured: Captured) -> None:
+    """With Muon, and in a pipeline that never drains, that is activations; by name more is refused."""
+    free = planned(captured, offload="auto")
+    assert free.pins.offload == "auto" and not any("activations alone" in note for note in free.notes)
+    tight = 0.97 * planned(captured, optimizer="muon").stages[0].price.memory_bytes
+    plan = planned(captured, optimizer="muon", offload="auto", memory_limit=tight)
+    (note,) = [note for note in plan.notes if note.startswith("offload: activations alone may wait on the host: muon")]
+    assert "whole matrices" in note and not on_host(plan.stages[0]) and plan.stages[0].memory.get("offload")
+    loss: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "targets": (torch.ones(ROWS, WIDTH),)}
+    wish: dict[str, Any] = {"mesh": "data=2", "stages": 2, "microbatches": 4, "schedule": "pipedream", **loss}
+    piped = planned(captured, **wish, offload="auto")  # whose last stage keeps one version, and steps all the time
+    assert any("activations alone may wait on the host: a pipeline that" in note for note in piped.notes)
+    assert not any(map(on_host, piped.stages))
+    with pytest.raises(PlanError, match="keeps them on the device: leave offload to activations"):
+        planned(captured, **wish, offload="activations,optimizer,parameters")

@@ -143,6 +143,29 @@ def test_what_cannot_be_moved_is_refused_before_anything_changes() -> None:
     factored.step()  # nothing was replaced
 
 
+def test_a_step_that_computes_the_loss_itself() -> None:
+    """``train_step`` has no closure for it; the caller's own may call ``train_step``."""
+    eager = Net()
+    pm = autopar.parallelize(copy.deepcopy(eager), 1, X)
+    ours, theirs = (torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2) for model in (pm, eager))
+    for given in (ours, [torch.optim.SGD(pm.parameters()), ours]):
+        with pytest.raises(autopar.AutoparError, match=r"step\(\) of LBFGS in optimizer= needs a closure") as error:
+            pm.train_step(X, optimizer=given)
+        assert "\n" not in str(error.value) and error.value.__cause__ is None
+
+    for scheduled in (ours, adamw := torch.optim.AdamW(pm.parameters(), lr=0.0)):
+        torch.optim.lr_scheduler.ConstantLR(scheduled, 1.0)  # which replaces the object's step
+    pm.train_step(X, optimizer=adamw)
+    with pytest.raises(autopar.AutoparError, match="needs a closure"):
+        pm.train_step(X, optimizer=ours)
+
+    def closure() -> torch.Tensor:
+        ours.zero_grad()
+        return pm.train_step(X)  # type: ignore[no-any-return]
+
+    assert [float(ours.step(closure)) for _ in range(3)] == pytest.approx(steps(eager, theirs, 3))
+
+
 def test_names_for_the_planner() -> None:
     params = [nn.Parameter(torch.zeros(2))]
     found = {kind: name_of(make(params)) for kind, make in MADE.items()}

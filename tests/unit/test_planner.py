@@ -26,6 +26,7 @@ from autopar.planner.intra_op.solving import highs
 from autopar.planner.intra_op.solving.cbc import ByCbc
 from autopar.planner.intra_op.solving.highs import HighsProgram
 from autopar.planner.intra_op.within_memory import OutOfReach
+from autopar.plans.offload_options import parse_offload
 from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
@@ -163,6 +164,14 @@ def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyP
     assert set(efforts) == ({PATIENT, BRIEF} if asked is None else {requested_seconds(asked)})
 
 
+def smallest_said(error: InfeasibleError) -> float:
+    """The bytes of the smallest plan, as the error says."""
+    said = re.search(r"the smallest needs (\S+ \S+),", str(error))
+    needed = parse_bytes(said.group(1).replace(" ", "")) if said is not None else None
+    assert needed is not None
+    return needed
+
+
 @pytest.mark.parametrize(
     "name, may_recompute", [("resnet", False), ("mlp", True), pytest.param("resnet", True, marks=pytest.mark.slow)]
 )
@@ -175,12 +184,23 @@ def test_the_smallest_that_an_error_names_is_the_smallest(name: str, may_recompu
 
     with pytest.raises(InfeasibleError, match="the smallest needs") as error:
         plan_graph(graph, cluster, mesh, limited(1000))
-    said = re.search(r"the smallest needs (\S+ \S+),", str(error.value))
-    needed = parse_bytes(said.group(1).replace(" ", "")) if said is not None else None
-    assert needed is not None
+    needed = smallest_said(error.value)
     assert plan_graph(graph, cluster, mesh, limited(needed + 1024)).price.memory_bytes <= needed + 1024
     with pytest.raises(InfeasibleError, match="the smallest needs"):
         plan_graph(graph, cluster, mesh, limited(0.9 * needed))
+
+
+def test_the_least_need_is_that_of_all_that_the_user_allows() -> None:
+    """What may be moved to the host lessens the need that an error names, and never adds to it."""
+    graph, cluster, mesh = graph_of("mlp"), load_cluster("dgx-h100"), Mesh.of(data=2)
+    needs: dict[str, float] = {}
+    for wish in ("none", "activations", "optimizer", "activations,optimizer", "auto"):
+        with pytest.raises(InfeasibleError, match="the smallest needs") as error:
+            plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=1000, offload=parse_offload(wish)))
+        needs[wish] = smallest_said(error.value)
+    assert needs["activations"] <= needs["none"]
+    assert needs["activations,optimizer"] <= needs["optimizer"] < needs["none"]
+    assert needs["auto"] <= needs["activations,optimizer"]
 
 
 def test_a_search_is_told_that_nothing_fits_without_the_smallest_plan(monkeypatch: pytest.MonkeyPatch) -> None:

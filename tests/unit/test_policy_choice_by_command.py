@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,8 @@ def test_the_fastest_of_the_policies_that_are_allowed(folder: Path, of: str, pre
     assert note in " ".join(said.split())
     assert note in " ".join(command("show", file, "--trust")[1].split())
     assert note in " ".join(command("explain", file, "layers.0", "--trust")[1].split())
+    (explained,) = json.loads(command("explain", file, "layers.0", "--trust", "--json")[1])["notes"]
+    assert note in explained
     assert f'"precision": "{best}"' in file.read_text()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from autopar.cli.schemas.alternatives import AlternativeLayout, RefusedMemory
+from autopar.cli.schemas.plans import OnHostEntry
 from autopar.cli.schemas.registry import OtherKeys, answer
 
 
@@ -43,6 +44,7 @@ class TrainerRestriction:
     software: Annotated[str, "the software by which it is priced"]
     own_seconds: Annotated[float | None, "seconds of a step of autopar's own best plan; null without --top"]
     restrictions: Annotated[list[RestrictionCost], "what each restriction costs; empty without --top"]
+    notes: Annotated[list[str], "how the words of its best layout were followed"] = field(default_factory=list)
 
 
 @answer("plan", "autopar plan --top, --like or --for", "autopar show, where the model is not loaded")
@@ -103,3 +105,4 @@ class FitsAnswer:
     refused: Annotated[RefusedMemory | None, "null if it fits"]
     would_do: Annotated[list[FittingLayout], "the alternatives that fit, those with the fewest changes first"]
     alternatives: Annotated[list[AlternativeLayout], "all layouts near it that were tried, ranked; empty if it fits"]
+    on_host: Annotated[list[OnHostEntry], "what is in the memory of the host"] = field(default_factory=list)

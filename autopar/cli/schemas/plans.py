@@ -227,6 +227,9 @@ class ExplainAnswer:
 
     ops: Annotated[list[ExplainedOp], "the operators that the pattern names; equal ones once"]
     instead: Annotated[InsteadEntry | None, "null without --instead"]
+    notes: Annotated[list[str], "why products of operators have the formats that they have"] = field(
+        default_factory=list
+    )
     on_host: Annotated[list[OnHostEntry], "what is in the memory of the host"] = field(default_factory=list)
 
 

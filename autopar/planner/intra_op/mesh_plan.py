@@ -14,7 +14,7 @@ from autopar.planner.intra_op.building.decoder import Decoder
 from autopar.planner.intra_op.building.integer_program import Beaten, Choice, MomentBytes
 from autopar.planner.intra_op.memory.memory_errors import AllTooLarge, OutOfReach, host_hint, too_big
 from autopar.planner.intra_op.mesh_problem import MeshProblem
-from autopar.planner.intra_op.offload_choice import brought_back, check_host_memory, decided_of
+from autopar.planner.intra_op.offload_choice import brought_back, check_host_memory, decided_of, moved_to_host
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.intra_op.solving import highs
 from autopar.planner.intra_op.within_memory import UNLIMITED, WithinMemory, against
@@ -89,16 +89,14 @@ def _within(
         Beaten: it is not worth the search.
     """
     options = setting.options
-    best, bound, too_large = choosing(setting, limit, ends)  # the same problem, and more to choose from
-    if best is None and not too_large and bound == float("inf") and not options.explains:  # nor with fewer choices
+    best, bound, small = choosing(setting, limit, ends)  # the same problem, and more to choose from
+    if best is None and not small and bound == float("inf") and not options.explains:  # nor with fewer choices
         raise OutOfReach(f"no plan fits {show_bytes(limit)} per device on {setting.mesh.shown()}")
     # recomputation is priced in the finished plan only: a plan without may be faster than the program says
     if best is None or (best.solution is not None and best.solution.gap > min(EFFORT.far_gap, options.memory_gap)):
-        best = _or_keeping_all(keeping(), best, bound, too_large)
+        best = _or_keeping_all(keeping(), best, bound, small)
     if best is None:
-        smallest = min(too_large, key=lambda p: p.price.memory_bytes)
-        hint = host_hint(options, setting.priced.device, setting.graph.forward_only)
-        raise InfeasibleError(too_big(setting.graph, free, smallest, limit, hint))
+        raise _too_large(setting, free, min(small, key=_memory), limit)
     return best
 
 
@@ -112,13 +110,9 @@ def _with_offload(setting: MeshProblem, limit: float, free: StagePlan) -> StageP
         InfeasibleError, Beaten: as :func:`_within`.
     """
     plans: list[StagePlan] = []
-    failure: InfeasibleError | Beaten | None = None
+    failures: list[InfeasibleError | Beaten] = []
     options = setting.options
-    without, of_all = (replace(options.offload, activations=moved) for moved in (None, (EVERY,)))
-    for variant in (
-        setting, setting.like(offload=without), setting.like(may_recompute=False),
-        setting.like(offload=of_all, may_recompute=False),
-    ):  # fmt: skip
+    for variant in _variants(setting):
         if plans:
             worth = min(plan.price.seconds for plan in plans)
             variant.options = replace(variant.options, worth_seconds=min(worth, options.worth_seconds))
@@ -130,15 +124,49 @@ def _with_offload(setting: MeshProblem, limit: float, free: StagePlan) -> StageP
             plan = keeping().plan() if variant.asked else _within(variant, limit, free, keeping, None)
             plans.append(check_host_memory(variant, brought_back(variant, plan, limit)))
         except (InfeasibleError, Beaten) as error:
-            failure = failure or error
+            failures.append(error)
+    if not plans and isinstance(failures[0], AllTooLarge) and options.explains:
+        smallest = min([failures[0].smallest, *_smallest_of_variants(setting, limit)], key=_memory)
+        if smallest.price.memory_bytes > limit:
+            raise _too_large(setting, free, smallest, limit)
+        plans.append(check_host_memory(setting, smallest))
     if not plans:
-        assert failure is not None
-        raise failure
+        raise failures[0]
     return min(plans, key=lambda plan: plan.price.seconds)
 
 
+def _variants(setting: MeshProblem) -> tuple[MeshProblem, ...]:
+    """Return a problem that may move activations to the host, and those of fewer choices that are compared with it."""
+    offload = setting.options.offload
+    without, of_all = (replace(offload, activations=moved) for moved in (None, (EVERY,)))
+    return (
+        setting, setting.like(offload=without), setting.like(may_recompute=False),
+        setting.like(offload=of_all, may_recompute=False),
+    )  # fmt: skip
+
+
+def _smallest_of_variants(setting: MeshProblem, limit: float) -> list[StagePlan]:
+    """Return plans of few bytes: of each variant the smallest, with what may be moved to the host if it needs that."""
+    plans = []
+    for variant in _variants(setting):
+        with suppress(InfeasibleError):  # not solved in time
+            smallest = WithinMemory(variant, *variant.problem(True, choices=True), limit).smallest()
+            plans.append(moved_to_host(setting, smallest, limit))
+    return plans
+
+
+def _memory(plan: StagePlan) -> int:
+    return plan.price.memory_bytes
+
+
+def _too_large(setting: MeshProblem, free: StagePlan, smallest: StagePlan, limit: float) -> AllTooLarge:
+    """Return the error that nothing fits, with what the smallest plan that is known needs."""
+    hint = host_hint(setting.options, setting.priced.device, setting.graph.forward_only)
+    return AllTooLarge(smallest, too_big(setting.graph, free, smallest, limit, hint))
+
+
 def _or_keeping_all(
-    within: WithinMemory, best: StagePlan | None, bound: float, too_large: list[StagePlan]
+    within: WithinMemory, best: StagePlan | None, bound: float, small: list[StagePlan]
 ) -> StagePlan | None:
     """Return the plan of a program without decisions about memory, if it is faster than the best one.
 
@@ -148,10 +176,10 @@ def _or_keeping_all(
     try:
         plan = within.plan()
     except AllTooLarge as error:
-        too_large.append(error.smallest)
+        small.append(error.smallest)
         return best
     except (OutOfReach, Beaten) as error:
-        if best is None and not (isinstance(error, OutOfReach) and too_large):
+        if best is None and not (isinstance(error, OutOfReach) and small):
             raise
         return best
     if best is not None and best.price.seconds <= plan.price.seconds:
@@ -178,7 +206,7 @@ def choosing(
     def all_recomputed() -> StagePlan | None:
         return with_all_recomputed(setting, limit)
 
-    too_large: list[StagePlan] = []
+    small: list[StagePlan] = []
     plans: list[StagePlan] = []
     bounds: list[float] = []
     first: tuple[MomentBytes, ...] = ()
@@ -198,7 +226,7 @@ def choosing(
             else:
                 plans.append(within.plan())
         except AllTooLarge as error:
-            too_large.append(error.smallest)
+            small.append(error.smallest)
         except OutOfReach:
             pass
         except InfeasibleError:  # of the relaxation alone
@@ -207,7 +235,7 @@ def choosing(
         if decoder.recomputable is None or (plans and setting.folding.blocks):
             break
     if not plans:
-        return None, min(bounds), too_large
+        return None, min(bounds), small
     best, bound = min(plans, key=lambda p: p.price.seconds), min(bounds)
     if len(bounds) > 1:
         best = replace(best, solution=against(bound, best, setting.options.memory_gap))

@@ -18,6 +18,7 @@ from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.kept_state import kept_buffers, stored_states, with_hot_state
 from autopar.planner.intra_op.memory.recomputable import Recomputable
 from autopar.planner.intra_op.memory.recompute import segments_of
+from autopar.planner.intra_op.pins.host_storage import what_can_move
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.intra_op.pins.pinned_choices import PinnedChoices
 from autopar.planner.intra_op.plan_completion import complete
@@ -41,6 +42,7 @@ class MeshProblem:
         self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, devices: Sequence[int] | None
     ) -> None:
         check_mesh(mesh, cluster)
+        options = what_can_move(options)
         self.stored_states = stored_states(graph, options.buffers)
         self.stored = kept_buffers(graph, self.stored_states)
         self.given, graph = graph, with_hot_state(graph, self.stored)
@@ -61,12 +63,10 @@ class MeshProblem:
         """Return the operators whose results the user asked to be moved to the memory of the host.
 
         Raises:
-            PlanError: the devices have none.
+            PlanError: anything may be moved there, results or parameters, and the devices have none.
         """
         offload = self.options.offload
-        if offload.activations is None:
-            return frozenset()
-        if self.priced.host is None:
+        if self.priced.host is None and (offload or self.pins.host.is_asked):
             raise PlanError(f"offload: {no_host(self.priced.device)}")
         return frozenset(
             i for i, node in self.graph.of_kind("op")

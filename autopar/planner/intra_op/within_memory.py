@@ -261,6 +261,18 @@ class WithinMemory:
         """Find :attr:`bound` alone."""
         self._limited(self.limit)
 
+    def smallest(self) -> StagePlan:
+        """Return the plan of the fewest bytes that is found without a search for few seconds, if it fits or not.
+
+        Raises:
+            InfeasibleError: none is found in time.
+        """
+        self._limited(self.limit)
+        try:
+            return self._smallest([], 0.0)
+        except AllTooLarge as error:
+            return error.smallest
+
     def _limited(self, limit: float) -> highs.Program:
         """Return the program with the limit, and rows of the moments that it binds."""
         rows = self.decoder.moments

@@ -55,7 +55,7 @@ FLAGS = ("sp",)
 OTHERS = ("cp", "zero", "fsdp", "schedule", "recompute", "optimizer", "precision")
 WORDS = (*COUNTS, *FLAGS, *OTHERS)
 NOT_SAID = {
-    "offload": "nothing is kept on the host; use recompute=full, zero=3 or a smaller mbs",
+    "offload": "what is kept on the host is said beside the layout: --offload, offload= of autopar.plan",
 }
 """Words of frameworks that cannot be honoured, and what to write instead."""
 NONE, FULL, SELECTIVE, EVERY = "none", "full", "selective", "every"

@@ -21,7 +21,7 @@ from autopar.planner.intra_op.building.parameter_sharding import choices
 from autopar.planner.intra_op.memory.recompute import patterns_in
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.offload_choice import check_host_memory, moved_to_host
-from autopar.planner.intra_op.pins.host_storage import on_host_in_layout
+from autopar.planner.intra_op.pins.host_storage import note_on_left_out, on_host_in_layout, what_can_move
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.layouts.dim_classes import DimClasses
 from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, SHARD, TENSOR, OperatorCuts, strategy_of
@@ -162,7 +162,8 @@ class _Pinned:
             pins=self._pins,
         ).validate()  # fmt: skip
         sizes = described(sizes_of(len(blocks_of(self.graph)), n_stages)) if n_stages > 1 else ""
-        notes = tuple(filter(None, [sizes, note_on_training(schedule)]))
+        left_out = note_on_left_out(said.options.offload, said.options.optimizer, versions_of(schedule))
+        notes = tuple(filter(None, [sizes, note_on_training(schedule), left_out]))
         return PinnedPlan(plan, timeline, needed[fullest], limits[fullest], self.graph, notes)
 
     @property
@@ -315,7 +316,8 @@ class _Pinned:
     @cached_property
     def _host(self) -> dict[str, str]:
         """The lifetimes of copies of what is stored on the host, by name."""
-        return on_host_in_layout(self.graph, self.said.options.offload)
+        options = replace(self.said.options, versions=max(versions_of(self._schedule)))
+        return on_host_in_layout(self.graph, what_can_move(options).offload)
 
     def _used(self, uses: Sequence[State], grad: bool) -> State:
         """Return the state in which a parameter is used: what all readers want; whole where they differ."""

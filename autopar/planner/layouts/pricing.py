@@ -31,6 +31,7 @@ from autopar.planner.layouts.pinned_plan import PinnedPlan, Said, pinned_plan
 from autopar.planner.layouts.separate_products import separated
 from autopar.planner.microbatch_graphs import MicrobatchGraphs
 from autopar.plans.clusters import get_cluster, reference
+from autopar.plans.offload_options import OffloadWish, parse_offload
 from autopar.plans.plan import Plan
 from autopar.words.graph import Graph
 from autopar.words.precision import Precision
@@ -110,18 +111,24 @@ class PricedLayouts:
     input_rows: InputRows = None
     _by_policy: dict[Precision | None, MicrobatchGraphs] = field(default_factory=dict, init=False, repr=False)
 
-    def price(self, cluster: str | Path | Cluster, text: str | Layout) -> PricedLayout:
+    def price(
+        self, cluster: str | Path | Cluster, text: str | Layout, offload: OffloadWish | None = None
+    ) -> PricedLayout:
         """Return a layout's plan, price and memory, whether it fits or not.
 
         Args:
             cluster: its name, the path of its file, or the cluster itself.
             text: the words of the layout (:mod:`autopar.planner.layouts.layout_words`).
+            offload: what is kept in the memory of the host, as for :func:`autopar.plan`: parameters and state as much
+                as is said, all of them where no share is; activations as few as the limit asks for. None: as
+                ``options`` says.
         """
         where = get_cluster(cluster)
         layout = parse_layout(text) if isinstance(text, str) else text
         graphs = self._graphs(layout.precision)
         rows = rows_of(self.example)
-        said = layout.said(graphs.captured.graph, self.options, where.n_devices, rows)
+        options = self.options if offload is None else replace(self.options, offload=parse_offload(offload))
+        said = layout.said(graphs.captured.graph, options, where.n_devices, rows)
         graph = graphs.graph(said.microbatches)
         if graph.loss is None:
             raise PlanError(f"{said.text}: a layout is of a model that returns its loss; give loss_fn= and targets=")

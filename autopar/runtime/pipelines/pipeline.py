@@ -21,6 +21,7 @@ from autopar.plans.stage_graphs import cut
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.same_batch import Calls, first_readers
 from autopar.runtime.optimizers import grad_scaler
+from autopar.runtime.optimizers.closures import refuse_joint_steps
 from autopar.runtime.parameters.state import as_dtensor, whole_of
 from autopar.runtime.pipelines.asynchronous import AsynchronousSteps
 from autopar.runtime.pipelines.pipeline_outputs import of_batch, of_run
@@ -100,6 +101,8 @@ class PipelineRun(AsynchronousSteps):
         self._place(placings)
         with self.user.restored_on_error():
             self.work = self.work_of(plan.microbatches)
+        if len({s.devices for s in plan.stages}) > 1:
+            refuse_joint_steps([*dict(self.named_parameters()).values(), self.no_parameter])
 
     def rebuilt(self, model: torch.nn.Module, values: Callable[[str], torch.Tensor]) -> PipelineRun:
         """Return a run like this one of a copy of the model, with given whole values by name; all ranks call it."""

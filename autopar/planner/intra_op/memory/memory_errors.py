@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from autopar.errors import InfeasibleError
+from autopar.planner.intra_op.pins.host_storage import why_never_there
 from autopar.planner.intra_op.pins.options import Options
 from autopar.plans.offload_options import ACTIVATIONS, AUTO, WHAT
 from autopar.plans.plan import StagePlan
 from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes
 from cost_models.host_link import has_host
-from cost_models.optimizer_bytes import MUON
 from hardware_profiles import Device
 
 LARGEST = 3
@@ -19,8 +19,8 @@ LARGEST = 3
 class AllTooLarge(InfeasibleError):
     """All choices are above the limit; ``smallest`` is the plan that comes nearest of those that were seen."""
 
-    def __init__(self, smallest: StagePlan) -> None:
-        super().__init__(f"the smallest plan needs {show_bytes(smallest.price.memory_bytes)}")
+    def __init__(self, smallest: StagePlan, text: str = "") -> None:
+        super().__init__(text or f"the smallest plan needs {show_bytes(smallest.price.memory_bytes)}")
         self.smallest = smallest
 
 
@@ -34,9 +34,9 @@ def host_hint(options: Options, device: Device, forward_only: bool = False) -> s
     if forward_only or not has_host(device):
         return ""
     left = [name for name in WHAT if getattr(offload, name) is None]
-    if options.optimizer == MUON or options.versions.number > 1:  # whose state stays on the device
+    if why_never_there(options.optimizer, [options.versions]):
         left = [name for name in left if name == ACTIVATIONS]
-    if not left:
+    if not left or offload.is_auto:
         return ""
     wish = AUTO if len(left) == len(WHAT) else ",".join([*([offload.text] if offload else []), *left])
     return f"\n  or let some of it wait in the memory of the host: offload='{wish}'"

@@ -8,15 +8,18 @@ They come last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.building.parameter_sharding import first_read
+from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.intra_op.pins.small_parameters import memory_of, stored_and_lifetime
 from autopar.plans.offload_options import Offload
 from autopar.plans.plan import DEVICE, HOST, ParamChoice
+from autopar.plans.prices import ONE_VERSION, KeptVersions
 from autopar.words.graph import Graph, Node
+from cost_models.optimizer_bytes import MUON
 
 STEP, USE = "step", "use"
 
@@ -36,8 +39,7 @@ class HostStorage:
     @property
     def is_asked(self) -> bool:
         """Return whether anything may be stored on the host."""
-        may = self.offload.optimizer is not None or self.offload.parameters is not None
-        return may or any(memory_of(how) == HOST for how in self.pinned.values())
+        return self.offload.of_parameters or any(memory_of(how) == HOST for how in self.pinned.values())
 
     def choices(self, node: Node, choice: ParamChoice) -> list[ParamChoice]:
         """Return a choice for the device in the memories, and with the lifetimes of copies there, that are allowed."""
@@ -58,6 +60,32 @@ class HostStorage:
             if not gathers or choice.lifetime == each:
                 result.append(replace(choice, lifetime=each, on_host=True))
         return result
+
+
+def why_never_there(optimizer: str, versions: Sequence[KeptVersions] = ()) -> str:
+    """Return why parameters and the state of an optimizer stay on the device; empty if they need not.
+
+    ``versions``: those of the weights that the stages keep.
+    """
+    most = max(versions, default=ONE_VERSION)
+    if most != ONE_VERSION:
+        return f"a pipeline that keeps {most.number} versions of its weights keeps them on the device"
+    if optimizer == MUON:
+        return "muon multiplies whole matrices in its step, which a host does tens of times slower than a device"
+    return ""
+
+
+def what_can_move(options: Options) -> Options:
+    """Return options in which ``offload="auto"`` is what can be moved: not what :func:`why_never_there` names."""
+    if options.offload.is_auto and why_never_there(options.optimizer, [options.versions]):
+        return replace(options, offload=options.offload.of_activations)
+    return options
+
+
+def note_on_left_out(offload: Offload, optimizer: str, versions: Sequence[KeptVersions]) -> str:
+    """Return a note on what ``offload="auto"`` leaves on the device; empty if that is nothing."""
+    why = why_never_there(optimizer, versions) if offload.is_auto else ""
+    return f"offload: activations alone may wait on the host: {why}" if why else ""
 
 
 def on_host_in_layout(graph: Graph, offload: Offload) -> dict[str, str]:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import InfeasibleError, MeshError, PlanError, first_few
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import Problem
-from autopar.planner.intra_op.pins.host_storage import HostStorage
+from autopar.planner.intra_op.pins.host_storage import HostStorage, why_never_there
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.intra_op.pins.small_parameters import (
     TooSmallError,
@@ -19,6 +19,7 @@ from autopar.planner.intra_op.pins.small_parameters import (
 )  # fmt: skip
 from autopar.planner.intra_op.written_buffers import held_whole, holds_whole
 from autopar.plans.plan import ParamChoice
+from autopar.plans.prices import ONE_VERSION
 from autopar.rules.experts.expert_load import ROUTED
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block, listed, option_written
@@ -28,7 +29,6 @@ from autopar.words.labels import matches, op_labels
 from autopar.words.meshes import Mesh
 from autopar.words.placements import REPLICATE, State, kinds_listed
 from autopar.words.shards import fits
-from cost_models.optimizer_bytes import MUON
 
 SHOWN = 20
 """Pins that do not fit, that a message lists."""
@@ -46,16 +46,10 @@ class PinnedChoices:
         self._ops(rules)
         self._params()
         self.host = HostStorage(graph, options.offload, self.params)
-        if self.host.is_asked and options.versions.number > 1:
-            raise PlanError(
-                f"a pipeline that keeps {options.versions.number} versions of its weights keeps them on the device: "
-                "leave offload to activations, or plan for a schedule that drains"
-            )
-        if self.host.is_asked and options.optimizer == MUON:
-            raise PlanError(
-                "muon multiplies whole matrices in its step, which a host does tens of times slower than a device: "
-                "leave offload to activations, or plan for adamw"
-            )
+        never = why_never_there(options.optimizer, [options.versions]) if self.host.is_asked else ""
+        if never:
+            other = "a schedule that drains" if options.versions != ONE_VERSION else "adamw"
+            raise PlanError(f"{never}: leave offload to activations, or plan for {other}")
         self._places()
 
     def _ops(self, rules: Sequence[Rule | None]) -> None:
