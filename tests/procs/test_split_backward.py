@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from procs.pipelines import peaks
 from procs.split_backwards import MICROBATCHES, breaks_off, halves, under_autocast
 
 from autopar.runtime.ranks.launch import run_local
@@ -47,3 +48,11 @@ def test_a_step_after_some_that_broke_off_in_a_half() -> None:
 def test_halves_under_autocast() -> None:
     """Casts are those of the program in both halves, as in a whole backward."""
     assert run_local(under_autocast, 2, timeout=100) == [[[], []]] * 2
+
+
+@pytest.mark.slow
+def test_the_first_half_keeps_what_the_second_reads_and_no_more() -> None:
+    """Autograd keeps the whole graph of a microbatch until its second half."""
+    of_ways = [run_local(peaks, 3, "gpt2", "zb-h1", 6, {"rows": 12}, compiled, timeout=200) for compiled in (0, 1)]
+    for (eager, _, _), (compiled, predicted, at) in zip(*of_ways, strict=True):
+        assert compiled < 0.92 * eager and -0.05 < compiled / predicted - 1 < 0.06, (eager, compiled, predicted, at)
