@@ -420,7 +420,9 @@ def planned_on_three() -> list[float]:
     return [float(pm.train_step(*case.batch[0], optimizer=optimizer, **case.batch[1])) for _ in range(3)]
 
 
-def peaks(name: str, schedule: str, n_microbatches: int, zoo: Mapping[str, Any]) -> tuple[int, int, str]:
+def peaks(
+    name: str, schedule: str, n_microbatches: int, zoo: Mapping[str, Any], compiled: bool = False
+) -> tuple[int, int, str]:  # fmt: skip
     """The real peak in bytes of this rank's second step, a stage on each rank, what the plan says, and where the peak
     was. Every stage is planned with as many microbatches in flight as the schedule has there."""
     torch.manual_seed(5)
@@ -441,6 +443,8 @@ def peaks(name: str, schedule: str, n_microbatches: int, zoo: Mapping[str, Any])
     ]  # fmt: skip
     plan = Plan(captured.graph.fingerprint, cluster.name, tuple(stages), order, stage_edges_of(graphs))
     pm = pipelined(case.model, captured, plan)
+    if compiled:
+        pm.compile(backend="eager")
     optimizer = torch.optim.AdamW(pm.parameters(), lr=LR, foreach=False)
     args, kwargs = case.batch
     pm.train_step(*args, optimizer=optimizer, **kwargs)

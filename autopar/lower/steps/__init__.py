@@ -9,6 +9,7 @@
 :mod:`.giving_up`     results that wait elsewhere for the backward, such as in the memory of the host
 :mod:`.in_place`      sums of gradients in the memory of one of them
 :mod:`.handing_over`  gradients of parameters that are reduced while the backward goes on
+:mod:`.halves`        a backward that is split: what some gradients need, and the rest
 :mod:`.order`         collectives that overlap what need not wait for them
 :mod:`.halves`        a backward in two halves: gradients of what arrived first, those of weights later
 :mod:`.printing`      the graph as Python, in which every tensor is freed after its last use

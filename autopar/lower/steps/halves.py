@@ -46,16 +46,33 @@ def _in_turn(nodes: Sequence[torch.fx.Node]) -> Before:
     written: dict[torch.fx.Node, torch.fx.Node] = {}  # by memory, the last node that wrote to it
     read: dict[torch.fx.Node, list[torch.fx.Node]] = {}  # and those that have read it since
     for node in nodes:
-        touched = {m for x in node.all_input_nodes for m in memories.get(x, (x,))}
+        touched, overwritten = (
+            {m for x in arguments for m in memories.get(x, (x,))}
+            for arguments in (node.all_input_nodes, _overwritten(node))
+        )
         before[node] = [written[m] for m in touched if m in written]
         for memory in touched:
-            if writes_to_argument(node):
+            if memory in overwritten:
                 before[node].extend(read.pop(memory, ()))
                 written[memory] = node
             else:
                 read.setdefault(memory, []).append(node)
-        memories[node] = touched if touched and _may_alias(node) else {node}
+        memories[node] = (overwritten or touched or {node}) if _may_alias(node) else {node}
     return before
+
+
+def _overwritten(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the arguments that a node writes to."""
+    target = node.target
+    if not isinstance(target, OpOverload) or not writes_to_argument(node):
+        return []
+    arguments = target._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+    found: list[torch.fx.Node] = []
+    for argument in arguments:
+        if argument.is_write or not target._schema.returns:
+            torch.fx.map_arg(given.get(argument.name), found.append)
+    return found
 
 
 def _may_alias(node: torch.fx.Node) -> bool:

@@ -1,6 +1,6 @@
 """A backward in two halves: gradients of the inputs first, those of the weights whenever there is time.
 
-A compiled program has a function for each (:mod:`autopar.lower.steps.halves`). Of others, the autograd graph is cut
+A compiled program has a function for each half (:mod:`autopar.lower.steps.halves`). Of others the autograd graph is cut
 where paths to weights leave the paths to the inputs (the idea of zero bubble, and of
 ``torch.distributed.pipelining._backward``). The first half runs the latter and keeps the gradients that arrive at the
 cuts; the second starts there. Weights that one cut leads to are computed together; so are weights that several cuts
@@ -67,6 +67,7 @@ def _first_half_of_graph(
     roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor], wanted: Sequence[GradientEdge],
     leaves: Sequence[torch.Tensor],
 ) -> tuple[Grads, Callable[[], LeafGradients]]:  # fmt: skip
+    """Compute gradients at ``wanted``; return them, and what gives those of the leaves."""
     ends = [root.node for root in roots]
     before = _before(ends)
     inside = _closure([edge.node for edge in wanted], before, set())[0]

@@ -223,8 +223,9 @@ def first_half(
         these gradients, None for what none comes to, and the second half: a function that gives leaves with theirs.
         Gradients that takers take are handed to them when it runs.
     """
-    (node,) = {edge.node for edge in roots}
-    of_form: _OfForm = node.of_form  # type: ignore[attr-defined]
+    nodes: set[Any] = {edge.node for edge in roots}
+    (node,) = nodes
+    of_form: _OfForm = node.of_form
     arriving: dict[int, torch.Tensor] = {}
     for edge, grad in zip(roots, grads, strict=True):
         at = edge.output_nr
