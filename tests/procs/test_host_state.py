@@ -12,7 +12,6 @@ from procs.in_turn import several
 from torch import nn
 
 import autopar
-from autopar.errors import RunError
 from autopar.runtime.parameters.host_memory import is_on_host
 from autopar.runtime.ranks.launch import run_local
 
@@ -143,6 +142,9 @@ def test_a_policy_steps_on_masters_on_the_host() -> None:
     assert leaves == {torch.bfloat16}
 
 
-def test_copies_for_each_use_are_not_compiled() -> None:
-    with pytest.raises(RunError, match="are copied in from the host for each use, which a compiled"):
-        spread("parameters").compile()
+def test_copies_for_each_use_are_in_compiled_programs() -> None:
+    model = Gpt()
+    pm = spread("parameters")
+    pm.compile(backend="eager")
+    assert steps(pm, adamw(pm), batches()) == steps(model, adamw(model), batches())
+    assert is_on_host(pm.head.weight)

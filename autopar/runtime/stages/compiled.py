@@ -31,7 +31,10 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, leaf: torch.Tensor, piece: torch.Tensor, held_param: HeldParam) -> torch.Tensor:
-        x = piece.to(held_param.dtype) if held_param.casts else piece
+        x = piece
+        if held_param.carrier is not None:  # it comes from the host
+            x = x.to(leaf.device, non_blocking=True, copy=True)
+        x = x.to(held_param.dtype) if held_param.casts else x
         if held_param.wire is not None:
             agree([held_param.wire], [x])
             x = held_param.wire.sent(x)

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.evaluation import evaluated
-from autopar.errors import RunError
 from autopar.lower.emit import lower
 from autopar.lower.program import Program
 from autopar.lower.segments import on_mesh
@@ -170,12 +169,6 @@ class Stage:
         """Return what runs a program: its modules, or the compiler's result."""
         if self.compile_args is None:
             return prefetch.with_gathers(program, self.schedule)
-        there = [held_param.name for held_param in self.gathered_inside if held_param.carrier is not None]
-        if there:
-            raise RunError(
-                f"'{there[0]}' and {len(there) - 1} more parameters are copied in from the host for each use, which a "
-                "compiled program does not do: keep a copy on the device (offload='optimizer'), or do not compile"
-            )
         order = OneOrder(self.device_mesh, self._heard) if self.device_mesh.size() > 1 else None
         with on_mesh(self.device_mesh):
             takers = {
