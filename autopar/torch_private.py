@@ -621,6 +621,13 @@ def options_of_compiler(compiler: Any) -> dict[str, Any]:
     return {"backend": compiler, "dynamic": getattr(compiler, "dynamic", None), "fullgraph": fullgraph}
 
 
+def count_as_compiled() -> None:
+    """Tell an enclosing ``torch.compile(fullgraph=True)`` that something is compiled in its call, though no frame."""
+    set_count = getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)  # torch 2.13 counts
+    if set_count is not None and (count := set_count(-1)) >= 0:
+        set_count(count + 1)
+
+
 all_gather_single: Any = getattr(functional_collectives, "all_gather_single", None) or (
     functional_collectives.all_gather_tensor
 )
@@ -714,6 +721,7 @@ __all__ = [
     "callers_compiler",
     "compiled_functions_run_as_they_are",
     "compiler_traces",
+    "count_as_compiled",
     "current_backward",
     "data_of_tensors",
     "default_store",

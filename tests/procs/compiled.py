@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,13 +15,14 @@ import torch.distributed as dist
 from procs.cases import whole
 from procs.habits import difference
 from torch import nn
-from torch._dynamo.utils import counters as compile_counters
 from torch._inductor.compile_fx import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import RunError
-from autopar.lower.compilable import Recomputed, RecomputedSegment
+from autopar.lower.steps import printing
+from autopar.lower.steps.order import is_start, overlapped
+from autopar.lower.steps.printing import StepFunctions
 from autopar.runtime.stages.compiled_order import OneOrder
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -69,17 +72,17 @@ def batch(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 AS_INDUCTOR = "inductor's graphs"
 """Names a backend: what inductor makes kernels of is run operator by operator."""
-_collectives: list[list[str]] = []
-"""Those of each graph that :data:`AS_INDUCTOR` made here, in their order."""
+_in_graphs: list[list[str]] = []
+"""The collectives of each graph that :data:`AS_INDUCTOR` made here, in their order."""
+_in_steps: list[list[str]] = []
+"""Those of each step that was built here."""
 
 
 def run_inductors_graphs(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-    """A backend that has inductor's decompositions and passes and its partition into forward and backward, and no
-    kernels, which a compiler takes minutes for."""
+    """A backend that has inductor's decompositions and passes, and no kernels, which a compiler takes minutes for."""
 
     def run_operators(graph: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
-        found = [n for n in graph.graph.nodes if "_c10d_functional" in str(n.target) and "wait" not in str(n.target)]
-        _collectives.append([f"{node.target} gives {tuple(node.meta['val'].shape)}" for node in found])
+        _in_graphs.append(collectives(graph.graph.nodes))
 
         def run(args: Any) -> Any:
             return torch.fx.Interpreter(graph).boxed_run([*args])
@@ -90,19 +93,31 @@ def run_inductors_graphs(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     return compile_fx(gm, inputs, inner_compile=run_operators)
 
 
+def collectives(nodes: Iterable[torch.fx.Node]) -> list[str]:
+    found = [n for n in nodes if "_c10d_functional" in str(n.target) and "wait" not in str(n.target)]
+    return [str(node.target).removesuffix("_.default").removesuffix(".default") for node in found]
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Note the steps that are built."""
+    build = StepFunctions.__init__
+
+    def note(self: StepFunctions, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        _in_steps.append(collectives(self.collectives))
+
+    with mock.patch.object(StepFunctions, "__init__", note):
+        yield
+
+
 def check_order() -> None:
-    """All ranks have compiled graphs with the same collectives in the same order, or they would wait for each other."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, _collectives)
-    assert all(of_rank == everyone[0] for of_rank in everyone), everyone
-    _collectives.clear()
-
-
-def counts() -> tuple[int, int]:
-    """Breaks of graphs, and graphs, since the last call."""
-    both = sum(compile_counters["graph_break"].values()), compile_counters["stats"]["unique_graphs"]
-    compile_counters.clear()
-    return both
+    """All ranks have steps with the same collectives in the same order, or they would wait for each other."""
+    for mine in (_in_steps, _in_graphs):
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        assert all(of_rank == everyone[0] for of_rank in everyone), everyone
+        mine.clear()
 
 
 def spread(cut: str | None, **options: Any) -> Any:
@@ -121,16 +136,15 @@ def step(pm: Any, rows: int) -> list[torch.Tensor]:
     return [loss.detach(), out.detach(), *(whole(p.grad).clone() for p in pm.parameters() if p.grad is not None)]
 
 
-def differences(cut: str | None, backend: Any, steps_alone: bool = False) -> tuple[float, list[tuple[int, int]]]:
+def differences(cut: str | None, backend: Any, steps_alone: bool = False) -> tuple[float, list[int]]:
     """Steps, another number of rows, a frozen parameter and eval mode, compiled as one graph and not compiled.
 
     Args:
         steps_alone: two steps of one shape, and no more.
 
     Returns:
-        the worst difference, and breaks and graphs of each part.
+        the worst difference, and how many steps were built for each part.
     """
-    torch.compiler.reset()
     pm = spread(cut)
     plain = copy.deepcopy(pm)
     through: Any = pm
@@ -141,31 +155,32 @@ def differences(cut: str | None, backend: Any, steps_alone: bool = False) -> tup
     else:
         pm.compile(backend=backend, fullgraph=True)
     worst, parts = 0.0, []
-    counts()
 
     def compare(what: Any) -> None:
         nonlocal worst
+        before = len(_in_steps)
         mine, theirs = what(through), what(plain)
         worst = max(worst, *(difference(whole(a), whole(b)) for a, b in zip(mine, theirs, strict=True)))
-        parts.append(counts())
+        parts.append(len(_in_steps) - before)
 
-    compare(lambda m: step(m, 8))
-    compare(lambda m: step(m, 8))
-    if steps_alone:
-        return worst, parts
-    compare(lambda m: step(m, 5))
-    for m in (pm, plain):
-        m.blocks[0].up.weight.requires_grad_(False)
-    compare(lambda m: step(m, 8))
-    for m in (pm, plain):
-        m.eval()
-    with torch.no_grad():
-        compare(lambda m: m(*batch()))
-    compare(lambda m: list(m.buffers()))
+    with noted():
+        compare(lambda m: step(m, 8))
+        compare(lambda m: step(m, 8))
+        if steps_alone:
+            return worst, parts
+        compare(lambda m: step(m, 5))
+        for m in (pm, plain):
+            m.blocks[0].up.weight.requires_grad_(False)
+        compare(lambda m: step(m, 8))
+        for m in (pm, plain):
+            m.eval()
+        with torch.no_grad():
+            compare(lambda m: m(*batch()))
+        compare(lambda m: list(m.buffers()))
     return worst, parts
 
 
-def of_all(cuts: list[str], backend: str, steps_alone: bool = False) -> list[tuple[float, list[tuple[int, int]]]]:
+def of_all(cuts: list[str], backend: str, steps_alone: bool = False) -> list[tuple[float, list[int]]]:
     found = []
     for cut in cuts:
         found.append(differences(cut, backend, steps_alone))
@@ -173,19 +188,29 @@ def of_all(cuts: list[str], backend: str, steps_alone: bool = False) -> list[tup
     return found
 
 
+def _with_two_exchanged(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+    """An order in which one of two unlike collectives begins after the other, where nothing forbids that."""
+    order = overlapped(nodes)
+    for one, other in itertools.pairwise(filter(is_start, order)):
+        a, b = order.index(one), order.index(other)
+        unlike = one.target is not other.target or one.meta["val"].shape != other.meta["val"].shape
+        if unlike and not any(one in n.all_input_nodes for n in order[a : b + 1]):
+            return [*order[:a], *order[a + 1 : b + 1], one, *order[b + 1 :]]
+    return order
+
+
 def in_another_order(compares: bool) -> tuple[float, str]:
-    """A program whose segments keep nothing of what they give, with unequal pieces: its backward's collectives are in
-    another order on each rank. Seconds until this rank has an error, and the error.
+    """A program that rank 1 runs in another order than rank 0. Seconds until this rank has an error, and the error.
 
     Args:
         compares: the ranks compare the order before they run.
     """
-    torch.compiler.reset()
     pm = spread("zero again")
-    pm.compile(backend=run_inductors_graphs, fullgraph=True)
+    pm.compile(backend="eager")
     start = time.monotonic()
-    instead = contextlib.nullcontext() if compares else mock.patch.object(OneOrder, "agree", lambda *_: None)
-    with mock.patch.object(RecomputedSegment, "forward", Recomputed.forward), instead:
+    alone = contextlib.nullcontext() if compares else mock.patch.object(OneOrder, "agree", lambda *_: None)
+    exchanged = mock.patch.object(printing, "overlapped", _with_two_exchanged)
+    with exchanged if dist.get_rank() else contextlib.nullcontext(), alone:
         try:
             step(pm, 5)
         except (RuntimeError, RunError) as error:
@@ -193,51 +218,40 @@ def in_another_order(compares: bool) -> tuple[float, str]:
     return time.monotonic() - start, ""
 
 
-def in_one_order_and_not() -> tuple[list[Any], tuple[float, str]]:
-    """:func:`of_all` of inductor's graphs, and :func:`in_another_order`, in one start of the ranks."""
-    return of_all(["zero again"], AS_INDUCTOR), in_another_order(True)
-
-
-def compiled_by_one_alone() -> tuple[float, float, str]:
-    """Rank 1 compiles its program again, and then another one in vain, while rank 0 has nothing new. The difference
-    of a step to that of the program as it is, seconds until this rank has an error, and the error."""
-    torch.compiler.reset()
-    pm, plain = spread("tensor"), spread("tensor")
-    pm.compile(backend=run_inductors_graphs)
-    for module in (pm, plain):
-        step(module, 8)
-    if dist.get_rank():
-        torch.compiler.reset()
-    worst = max(difference(whole(a), whole(b)) for a, b in zip(step(pm, 8), step(plain, 8), strict=True))
+def compiled_in_vain() -> tuple[float, str]:
+    """Rank 1 cannot compile its program, and rank 0 waits for it. Seconds until this rank has an error, and the
+    error."""
+    pm = spread("tensor")
 
     def refuse(*args: Any) -> Any:
         raise ValueError("no compiler on this machine")
 
-    pm.compile(backend=refuse if dist.get_rank() else run_inductors_graphs)
-    start, text = time.monotonic(), ""
+    pm.compile(backend=refuse if dist.get_rank() else "eager")
+    start = time.monotonic()
     try:
         step(pm, 8)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    return worst, time.monotonic() - start, text
+        return time.monotonic() - start, f"{type(error).__name__}: {error}"
+    return time.monotonic() - start, ""
 
 
-def in_stages(schedule: str, backend: str) -> tuple[float, tuple[int, int]]:
+def in_stages(schedule: str, backend: str) -> tuple[float, int]:
     """A pipeline whose stages are compiled as one graph each, and one that is not: steps, and eval mode.
 
     Returns:
-        the worst difference, and breaks and graphs.
+        the worst difference, and how many steps were built.
     """
-    torch.compiler.reset()
     options: dict[str, Any] = {"stages": 2, "schedule": schedule, "microbatches": 2}
     compiled: dict[str, Any] = {"compile": {"backend": backend, "fullgraph": True}}
     pm, plain = (autopar.parallelize(Blocks(), 2, batch(), **options, **more) for more in (compiled, {}))
-    counts()
     results = []
-    for m in (pm, plain):
-        losses = [m.train_step(*batch(8)) for _ in range(2)]
-        gradients = [whole(p.grad).clone() for p in m.parameters()]
-        m.eval()
-        with torch.no_grad():
-            results.append([*losses, *gradients, *m(*batch(8)), *m.buffers()])
-    return max(difference(whole(a), whole(b)) for a, b in zip(*results, strict=True)), counts()
+    _in_steps.clear()
+    with noted():
+        for m in (pm, plain):
+            torch.manual_seed(5)
+            losses = [m.train_step(*batch(8)) for _ in range(2)]
+            gradients = [whole(p.grad).clone() for p in m.parameters()]
+            m.eval()
+            with torch.no_grad():
+                results.append([*losses, *gradients, *m(*batch(8)), *m.buffers()])
+    return max(difference(whole(a), whole(b)) for a, b in zip(*results, strict=True)), len(_in_steps)

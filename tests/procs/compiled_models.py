@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from procs.cases import whole
-from procs.compiled import check_order, counts, run_inductors_graphs
+from procs.compiled import check_order, noted, run_inductors_graphs
 from procs.habits import difference
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
@@ -16,7 +16,6 @@ from zoo import ZOO, loss_of
 
 import autopar
 
-Found = tuple[float, int, int]
 PIPED: dict[str, Any] = {"stages": 2, "schedule": "1f1b", "microbatches": 2}
 CUTS: dict[str, dict[str, Any]] = {
     "searched": {},
@@ -32,16 +31,15 @@ def fewer(batch: Any, rows: int) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda x: x[:rows] if x.dim() else x, batch)
 
 
-def compiled_models(names: Sequence[str], cut: str) -> dict[str, Found]:
-    """By model, how far losses and gradients are from those of the program that is not compiled, and breaks and graphs;
-    of two steps, and where it is on one mesh of one with five rows."""
+def compiled_models(names: Sequence[str], cut: str) -> dict[str, float]:
+    """By model, how far losses and gradients are from those of the program that is not compiled; of two steps, and
+    where it is on one mesh of one with five rows."""
     return {
         name: _compiled(name, CUTS[cut] | ({"recompute": AGAIN[name]} if cut == "again" else {})) for name in names
     }
 
 
-def _compiled(name: str, options: dict[str, Any]) -> Found:
-    torch.compiler.reset()
+def _compiled(name: str, options: dict[str, Any]) -> float:
     case = ZOO[name](**({"dropout": 0.1} if name in ("gpt2", "t5") else {}))
     piped = "stages" in options
 
@@ -54,22 +52,22 @@ def _compiled(name: str, options: dict[str, Any]) -> Found:
     modules = made(compile={"backend": run_inductors_graphs, "fullgraph": True}), made()
     if "recompute" in options:
         assert any("segment" in node.meta for node in modules[0].program.module.graph.nodes), "nothing runs again"
-    counts()
     worst = 0.0
-    for batch in [case.batch, case.batch2, *([] if piped else [fewer(case.batch, 5)])]:
-        results = []
-        for module in modules:
-            module.zero_grad()
-            torch.manual_seed(5)
-            args, kwargs = batch
-            if piped:
-                loss = module.train_step(*args, **kwargs)
-            else:
-                loss = loss_of(module(*args, **kwargs))
-                loss.backward()
-            gradients = [whole(p.grad).clone() for p in module.parameters() if p.grad is not None]
-            results.append([loss.detach(), *gradients])
-        worst = max(worst, *(difference(a, b) for a, b in zip(*results, strict=True)))
+    with noted():
+        for batch in [case.batch, case.batch2, *([] if piped else [fewer(case.batch, 5)])]:
+            results = []
+            for module in modules:
+                module.zero_grad()
+                torch.manual_seed(5)
+                args, kwargs = batch
+                if piped:
+                    loss = module.train_step(*args, **kwargs)
+                else:
+                    loss = loss_of(module(*args, **kwargs))
+                    loss.backward()
+                gradients = [whole(p.grad).clone() for p in module.parameters() if p.grad is not None]
+                results.append([loss.detach(), *gradients])
+            worst = max(worst, *(difference(a, b) for a, b in zip(*results, strict=True)))
     if not piped:
         check_order()
-    return worst, *counts()
+    return worst

@@ -1,30 +1,23 @@
-"""Programs run under ``torch.compile`` as one graph, with the same losses, outputs, gradients and buffers."""
+"""Compiled programs have the same losses, outputs, gradients and buffers as those that are not, and collectives in one
+order on all ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from procs.compiled import (
-    AS_INDUCTOR,
-    CUTS,
-    compiled_by_one_alone,
-    differences,
-    in_another_order,
-    in_one_order_and_not,
-    in_stages,
-    of_all,
-)
+from procs.compiled import AS_INDUCTOR, CUTS, compiled_in_vain, differences, in_another_order, in_stages, of_all
 from procs.compiled_features import features
 from procs.compiled_graphs import compiled_on_ranks
 from procs.compiled_models import AGAIN, compiled_models
 from procs.compiled_models import CUTS as OF_MODELS
+from procs.in_turn import marked
 
 from autopar.errors import RunError
 from autopar.runtime.ranks.launch import run_local
 
-PARTS = [(0, 1), (0, 0), (0, 1), (0, 1), (0, 1), (0, 0)]
-"""Breaks and graphs: of the first step, another one, one with other rows, with a frozen parameter, in eval mode."""
+PARTS = [1, 0, 1, 1, 1, 0]
+"""Steps that are built: for the first step, another one, one with other rows, with a frozen parameter, in eval mode."""
 
 
 def on_two_ranks(cuts: list[str], backend: str, seconds: float = 500, steps_alone: bool = False) -> None:
@@ -38,39 +31,40 @@ def check(ranks: list[Any], steps_alone: bool = False) -> None:
             assert worst < 1e-12 and parts == (PARTS[:2] if steps_alone else PARTS)
 
 
-def test_one_graph_on_two_ranks():
-    on_two_ranks(["tensor"], "aot_eager")
+def test_two_ranks():
+    on_two_ranks(["tensor", "zero again"], "eager")
 
 
 @pytest.mark.slow
 def test_inductors_graphs_on_two_ranks():
-    """Five rows on two ranks: graphs differ, and their collectives come in one order. Where they do not, that is
-    refused before they run."""
-    ranks = run_local(in_one_order_and_not, 2, timeout=500)
-    check([of_cuts for of_cuts, _ in ranks])
-    for _, (seconds, said) in ranks:
+    """Five rows on two ranks: graphs differ, and their collectives come in one order."""
+    on_two_ranks(["zero again"], AS_INDUCTOR)
+
+
+def test_another_order_is_refused():
+    """Before it runs."""
+    for seconds, said in run_local(in_another_order, 2, True, timeout=100):
         assert "the compiled graphs of ranks 0 and 1 differ in the order of their collectives: at place" in said, said
         assert "Run the program without compile()" in said and seconds < 60
 
 
 @pytest.mark.slow
-def test_they_would_wait_for_each_other():
+def test_they_would_fail_or_wait_for_each_other():
     """What is refused does happen."""
-    with pytest.raises(RunError, match="did not finish within"):
+    with pytest.raises(RunError, match=r"rank \d of 2 failed|did not finish within"):
         run_local(in_another_order, 2, False, timeout=120)
 
 
-@pytest.mark.slow
-def test_a_rank_that_compiles_alone():
-    """It waits for nobody who has nothing to compile; where it cannot compile, nobody waits for it."""
-    for rank, (worst, seconds, said) in enumerate(run_local(compiled_by_one_alone, 2, timeout=300)):
-        assert worst < 1e-12 and "no compiler on this machine" in said and seconds < 30, (rank, worst, seconds, said)
-        assert rank or "rank 1 failed in the forward of call 3" in said
+def test_a_rank_that_cannot_compile():
+    """Nobody waits for it."""
+    for rank, (seconds, said) in enumerate(run_local(compiled_in_vain, 2, timeout=300)):
+        assert "no compiler on this machine" in said and seconds < 30, (rank, seconds, said)
+        assert rank or "rank 1 failed in the forward of call 1" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", AS_INDUCTOR])
-def test_one_graph_of_other_cuts(backend: str):
+def test_other_cuts(backend: str):
     on_two_ranks(
         ["again", "zero", "data", "swapped", "uneven", "zero again" if backend == "aot_eager" else "tensor"], backend
     )
@@ -90,28 +84,25 @@ def test_one_device():
 
 
 @pytest.mark.slow
-def test_features():
-    for results in run_local(features, 2, timeout=600):
-        for name, (worst, broken, graphs) in results.items():
-            assert worst < 1e-12, (name, worst)
-            assert graphs and bool(broken) == (name == "branches"), (name, broken, graphs)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_features(backend: str):
+    for results in run_local(features, 2, backend, timeout=600):
+        assert all(worst < 1e-12 for worst in results.values()), results
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", marked(["eager", "aot_eager", "inductor"], ["aot_eager", "inductor"]))
 def test_stages_of_a_pipeline(backend: str):
-    for worst, (broken, graphs) in run_local(in_stages, 2, "zb-h1", backend, timeout=1500):
-        assert worst < 1e-12 and not broken and graphs == 2  # training and eval mode
+    for worst, n_built in run_local(in_stages, 2, "zb-h1", backend, timeout=1500):
+        assert worst < 1e-12 and n_built >= 2  # training and eval mode
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AGAIN)
 @pytest.mark.parametrize("cut", OF_MODELS)
 def test_models_are_one_graph_of_inductors(name: str, cut: str):
-    """The whole program of a model, or of a stage, has no breaks, with other rows too."""
+    """The whole program of a model, or of a stage, with other rows too."""
     for found in run_local(compiled_models, 2, [name], cut, timeout=900):
-        worst, broken, graphs = found[name]
-        assert worst < 1e-4 and not broken and graphs == (1 if cut == "stages" else 2)
+        assert found[name] < 1e-4
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

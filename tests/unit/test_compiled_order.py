@@ -25,11 +25,11 @@ def test_collectives_are_named_by_their_axes(monkeypatch: pytest.MonkeyPatch) ->
             x = of.wait_tensor(of.all_reduce(x * 2, "sum", name))
         return of.wait_tensor(of.all_gather_into_tensor(x, 2, "others"))
 
-    nodes = make_fx(run, tracing_mode="fake")(torch.ones(2)).graph.nodes
+    graph = make_fx(run, tracing_mode="fake")(torch.ones(2)).graph
     places = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
-    assert collectives_of(nodes, ("data", "tensor"), places) == (
-        "all_reduce float32 sum along tensor", "all_reduce float32 sum along data",
-        "all_reduce float32 sum along data, tensor", "all_gather_into_tensor float32 among ranks [0, 7]",
+    assert collectives_of(graph.nodes, ("data", "tensor"), places) == (
+        "all_reduce float32[2] sum along tensor", "all_reduce float32[2] sum along data",
+        "all_reduce float32[2] sum along data, tensor", "all_gather_into_tensor float32[4] among ranks [0, 7]",
     )  # fmt: skip
 
 

@@ -465,6 +465,11 @@ def test_own_code(between: str, again: bool) -> None:
     compare(run, OwnCode(between), recompute=["*"] if again else [])
 
 
+def test_one_graph_of_own_code_is_refused() -> None:
+    with pytest.raises(RunError, match=r"compile\(fullgraph=True\): .* the model's own Python code, Scale"):
+        autopar.parallelize(OwnCode("state"), 1, (X,), compile={"backend": "eager", "fullgraph": True})
+
+
 class LeavesOut(nn.Module):
     """Layers of which each step leaves some out, as LayerDrop does."""
 

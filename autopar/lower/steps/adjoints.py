@@ -145,8 +145,9 @@ def _divide(graph: torch.fx.Graph, adjoint: Adjoint, is_operator: bool) -> None:
     acting = [n for n in graph.nodes if n.op == "call_function" and acts(n)]
     needed = _leading_to([*adjoint.outs, *wanted, *acting])
     computed = [n for n in graph.nodes if n.op == "call_function" and n in needed]
-    early = _leading_to([*adjoint.outs, *(n for n in acting if _leading_to([n]).isdisjoint(adjoint.arriving))])
-    early |= _before_last_write(graph, adjoint)
+    ran_first = list(takewhile(lambda n: n not in adjoint.arriving, graph.nodes))
+    early = _leading_to([*adjoint.outs, *(n for n in ran_first if n in acting)])
+    early |= _before_last_write(ran_first)
     early |= {n for n in computed if n.target is operator.getitem and n.args[0] in early}
     late = {n for n in computed if n not in early}
     todo = [x for n in late for x in n.all_input_nodes] + wanted
@@ -165,11 +166,10 @@ def _divide(graph: torch.fx.Graph, adjoint: Adjoint, is_operator: bool) -> None:
         adjoint.forward = []
 
 
-def _before_last_write(graph: torch.fx.Graph, adjoint: Adjoint) -> set[torch.fx.Node]:
-    """Return what ran in the forward before it last wrote to its own memory, such as a copy of what is overwritten."""
-    ran = list(takewhile(lambda n: n not in adjoint.arriving, graph.nodes))
-    last = max((k for k, n in enumerate(ran) if n.op == "call_function" and writes_to_argument(n)), default=0)
-    return set(ran[:last])
+def _before_last_write(nodes: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
+    """Return what runs before the last operator that writes to memory, such as a copy of what is overwritten."""
+    last = max((k for k, n in enumerate(nodes) if n.op == "call_function" and writes_to_argument(n)), default=0)
+    return set(nodes[:last])
 
 
 def writes_to_argument(node: torch.fx.Node) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from autopar.runtime.variants.run import run_of
-from autopar.torch_private import callers_compiler, options_of_compiler
+from autopar.torch_private import callers_compiler, count_as_compiled, options_of_compiler
 from autopar.words.trees import PyTree
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -34,6 +34,8 @@ def compiled_as_callers(method: Method) -> Method:
             if programs.compiled_as not in (options, ITSELF) and not programs.in_step():
                 programs.compile(((), options))
                 programs.compiled_as = options
+        if compiler is not None:
+            count_as_compiled()
         return method(pm, *args, **kwargs)
 
     @torch.compiler.disable(recursive=False)  # this frame alone, which sees the caller's compiler

@@ -35,7 +35,9 @@ WHAT_TO_DO = (
 Places = dict[int, tuple[int, ...]]
 """By rank, where it is on a mesh."""
 Order = tuple[str, ...]
-"""The collectives of a graph, such as ``all_reduce sum float32 along data``."""
+"""The collectives of a graph, such as ``all_reduce float32[8, 6] sum along data``."""
+_ALIKE = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+"""Collectives whose results have one shape on all ranks, which tells them apart."""
 
 
 def collectives_of(nodes: Iterable[torch.fx.Node], axes: Sequence[str], places: Places) -> Order:
@@ -55,6 +57,8 @@ def collectives_of(nodes: Iterable[torch.fx.Node], axes: Sequence[str], places: 
         words = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, str)]
         value = node.meta.get("val")
         dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
+        if isinstance(value, torch.Tensor) and name.removesuffix("_") in _ALIKE:
+            dtype += str([*value.shape])
         named = [_along(groups[word], axes, places) if word in groups else word for word in words]
         collectives.append(" ".join([name, *([dtype] if dtype else []), *named]))
     return tuple(collectives)
