@@ -17,7 +17,7 @@ from autopar.runtime.parameters.narrow_gathers import NarrowWire, agree
 from autopar.runtime.parameters.redistribution import ReshardStep, apply, padded_to, stacked, unstack
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.ranks.collectives import all_gather_flat
-from autopar.torch_private import preserve_version_counter
+from autopar.torch_private import all_gather_single, preserve_version_counter
 
 UNIT_BYTES = 8 << 20
 """Small parameters are gathered together up to this size."""
@@ -185,6 +185,20 @@ def same_gather(a: HeldParam, b: HeldParam) -> bool:
     ga, gb = gather_of(a), gather_of(b)
     formats = [(held_param.dtype, held_param.wire is None) for held_param in (a, b)]
     return ga.group is gb.group and formats[0] == formats[1] and a.carrier is b.carrier
+
+
+def gathered_together(held_params: Sequence[HeldParam], sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Gather what ranks send of parameters that :func:`coalesces`, in one functional collective."""
+    first = gather_of(held_params[0])
+    flat = torch.cat([padded_to(x, h.padded_shape).reshape(-1) for h, x in zip(held_params, sent, strict=True)])
+    flat = all_gather_single(flat, 0, first.group).view(first.n, -1)
+    arrived, offset = [], 0
+    for held_param in held_params:
+        cut, m = gather_of(held_param).cut, prod(held_param.padded_shape)
+        part = unstack(flat[:, offset : offset + m].view(first.n, *held_param.padded_shape), cut.dim)
+        arrived.append(part if cut.size == part.shape[cut.dim] else part.narrow(cut.dim, 0, cut.size))
+        offset += m
+    return arrived
 
 
 def make_units(held_params: Sequence[HeldParam]) -> list[Unit]:

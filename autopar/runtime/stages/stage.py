@@ -183,9 +183,9 @@ class Stage:
         return failures.news() if failures is not None else ""
 
     @property
-    def gathered_inside(self) -> list[HeldParam]:
-        """The parameters that a compiled program gathers itself, for each use."""
-        return [held_param for held_param in self.held_params.values() if held_param.per_use]
+    def gathered_inside(self) -> list[Unit]:
+        """The parameters that a compiled program gathers itself, for each use, those together that fit one gather."""
+        return [unit for unit in self.schedule.units if unit.per_use]
 
     # -- running
 
@@ -270,7 +270,8 @@ class Stage:
         for slot in self.copied if program.updates else ():
             given[slot] = given[slot].clone()
         if self.compile_args is not None:
-            values = [*(held_param.local for held_param in self.gathered_inside), *given]
+            pieces = (held_param.local for unit in self.gathered_inside for held_param in unit.held_params)
+            values = [*pieces, *given]
         else:
             values = [self.schedule, *given] if self.schedule.units else given
         if self.distributed:

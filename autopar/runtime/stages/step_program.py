@@ -8,6 +8,7 @@ can be gone through again, and gradients of inputs and parameters go on from it.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -31,8 +32,10 @@ from autopar.words.trees import Context
 
 LeafGradients = Iterable[tuple[torch.Tensor, torch.Tensor | None]]
 """Leaves with their gradients; None where none comes."""
-Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""``gather(leaf, piece)``: the values that a program reads of a parameter, whose gradient is that of the leaf."""
+Gather = Callable[..., tuple[torch.Tensor, ...]]
+"""``gather(*leaves, *pieces)``: the values that a program reads of parameters; their gradients are the leaves'."""
+Gathers = Sequence[tuple[tuple[str, ...], Gather]]
+"""Parameters by name, and what gathers them together."""
 TWICE = (
     "create_graph=True: a compiled program has no backward of its backward, so gradient penalties and other second "
     "derivatives cannot go through it; run it without compile(), on one device"
@@ -47,20 +50,20 @@ class StepProgram:
     """A program that runs as a step, called with the pieces of the parameters that it gathers itself, then its slots.
 
     Args:
-        gathers: by parameter, what gathers it for each use.
+        gathers: what gathers parameters for each use.
         compiler: makes a function of a graph of operators; None to call operators one by one.
         takers: by parameter, what takes its gradient as soon as it is there.
         agreed: called with the collectives of a step before it runs for the first time.
     """
 
     def __init__(
-        self, program: Program, gathers: Mapping[str, Gather], compiler: Compiler | None,
+        self, program: Program, gathers: Gathers, compiler: Compiler | None,
         takers: Mapping[str, Take], agreed: Callable[[Sequence[torch.fx.Node]], None],
     ) -> None:  # fmt: skip
         self.n_outputs = len(program.outputs)
         self.module, self.gathered = _with_gathers(program, gathers)
         self.compiler, self.agreed = compiler, agreed
-        slots = list(enumerate(program.slots, len(gathers)))
+        slots = list(enumerate(program.slots, sum(len(names) for names, _ in gathers)))
         self.takers = {k: _taker(slot, takers[slot.name]) for k, slot in slots if slot.name in takers}
         total = sum(taker.n_bytes for taker in self.takers.values())
         self.together = 0 if compiler is None else bucket_bytes(total)
@@ -253,26 +256,31 @@ def first_half(
     return tuple(found), second_half
 
 
-def _with_gathers(program: Program, gathers: Mapping[str, Gather]) -> tuple[torch.fx.GraphModule, set[str]]:
+def _with_gathers(program: Program, gathers: Gathers) -> tuple[torch.fx.GraphModule, set[str]]:
     """Return the lowered program with the pieces of some parameters as its first inputs, and the names of the gathers.
 
-    Each is gathered in front of its first reader.
+    Each gather stands in front of the first reader of what it gathers.
     """
     graph = torch.fx.Graph()
-    pieces = [graph.placeholder(f"_piece_{k}") for k in range(len(gathers))]
+    pieces = {name: graph.placeholder(f"_piece_{k}") for k, name in enumerate(n for names, _ in gathers for n in names)}
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     graph.output(graph.graph_copy(program.module.graph, copies))
     given = [node for node in program.module.graph.nodes if node.op == "placeholder"]
     slots = {slot.name: copies[n] for slot, n in zip(program.slots, given, strict=True) if slot.kind == "param"}
     place = {node: k for k, node in enumerate(graph.nodes)}
-    names = set()
-    for (name, gather), piece in zip(gathers.items(), pieces, strict=True):
-        leaf = slots[name]
-        readers = sorted(leaf.users, key=place.__getitem__)
-        if readers:
-            with graph.inserting_before(readers[0]):
-                gathered = graph.call_function(gather, (leaf, piece))
-            names.add(gathered.name)
-            for reader in readers:
-                reader.replace_input_with(leaf, gathered)
-    return torch.fx.GraphModule(torch.nn.Module(), graph, class_name="GatheringProgram"), names
+    gathered = set()
+    for names, gather in gathers:
+        leaves = [slots[name] for name in names]
+        readers = [list(leaf.users) for leaf in leaves]
+        if not any(readers):
+            continue
+        first = min((reader for each in readers for reader in each), key=place.__getitem__)
+        with graph.inserting_before(first):
+            together = graph.call_function(gather, (*leaves, *(pieces[name] for name in names)))
+        gathered.add(together.name)
+        for k, (leaf, each) in enumerate(zip(leaves, readers, strict=True)):
+            with graph.inserting_before(first):
+                value = graph.call_function(operator.getitem, (together, k))
+            for reader in each:
+                reader.replace_input_with(leaf, value)
+    return torch.fx.GraphModule(torch.nn.Module(), graph, class_name="GatheringProgram"), gathered
