@@ -82,9 +82,40 @@ def _rms_norm(
     return _RmsNormOfGpu.apply(x, weight, len(shape))
 
 
-OF_GPU: Mapping[str, Callable[..., Any]] = (
-    {"aten.rms_norm.default": _rms_norm} if HAS_FUSED_RMS_NORM else {}
-)
+class _LayerNormOfGpu(torch.autograd.Function):
+    """``aten.layer_norm`` as torch's GPU kernel, which saves each row's mean and inverse deviation in float32.
+
+    On the CPU they have the format of the input.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, n_dims: int
+    ) -> torch.Tensor:
+        rows = (*x.shape[: x.dim() - n_dims], *[1] * n_dims)
+        statistics = [x.new_empty(rows, dtype=torch.float32) for _ in range(2)]
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: Any) -> Any:
+        needed = zip(ctx.saved_tensors[:3], ctx.needs_input_grad, strict=False)
+        return *(torch.empty_like(given) if given is not None and grad else None for given, grad in needed), None
+
+
+def _layer_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-5, cudnn_enable: bool = True,
+) -> Any:  # fmt: skip
+    if x.dtype.itemsize >= torch.float32.itemsize or not prod(x.shape):  # which the CPU keeps alike
+        return torch.ops.aten.layer_norm.default(x, shape, weight, bias, eps, cudnn_enable)
+    return _LayerNormOfGpu.apply(x, weight, bias, len(shape))
+
+
+OF_GPU: Mapping[str, Callable[..., Any]] = {
+    "aten.layer_norm.default": _layer_norm,
+    **({"aten.rms_norm.default": _rms_norm} if HAS_FUSED_RMS_NORM else {}),
+}
 """Stand-ins for operators whose kernel for GPUs keeps something else than the CPU's. They give tensors without values.
 Older versions of torch compute an RMS norm in parts everywhere."""
 

@@ -32,10 +32,13 @@ from autopar.words.trees import PyTree
 Strides = tuple[int, ...]
 T = TypeVar("T")
 
-BY_DEVICE = frozenset({"aten.scaled_dot_product_attention.default", "aten.batch_norm.default"})
-"""Operators that choose their kernel by the device: on ``meta`` there is no fused attention, and a batch norm in eval
-mode makes statistics that nobody needs. They are tried on fake tensors of the CPU."""
-LOWERED_ALIKE = frozenset({"aten.scaled_dot_product_attention.default"})
+BY_DEVICE = frozenset({
+    "aten.scaled_dot_product_attention.default", "aten.batch_norm.default", "aten.layer_norm.default",
+})  # fmt: skip
+"""Operators that choose their kernel by the device: on ``meta`` there is no fused attention, a batch norm in eval mode
+makes statistics that nobody needs, and those of a layer norm in bfloat16 are in float32. They are tried on fake tensors
+of the CPU."""
+LOWERED_ALIKE = frozenset({"aten.scaled_dot_product_attention.default", "aten.layer_norm.default"})
 """Operators of :data:`BY_DEVICE` whose distributed lowerings take the kernels of the CPU on ``meta`` too, where a trial
 takes a quarter of the time of one on fake tensors."""
 

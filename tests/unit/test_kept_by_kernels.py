@@ -204,3 +204,16 @@ def test_a_plan_for_gpus_is_recounted_by_their_kernels(sizes: dict[str, int]) ->
     cluster = load_cluster("dgx-h100")
     graph, plan = planned(lambda: LlamaLayer(lambda: nn.RMSNorm(H, eps=1e-6)), 2, cluster, **sizes)
     assert check(plan, graph, cluster).failures == []
+
+
+@pytest.mark.parametrize("kernels, statistic", [("cpu", 2), ("gpu", 4)])
+def test_a_layer_norm_in_bfloat16_keeps_what_its_kernel_does(kernels: str, statistic: int) -> None:
+    """Of each row mean and inverse deviation, in float32 on a GPU; beside input and result of 2 s b h each."""
+    cluster = clusters()[kernels]
+
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(H), nn.Linear(H, H))
+
+    assert kept_of_a_layer(layer, cluster) == pytest.approx(2 + 2 + 2 * statistic / H)
+    graph, plan = planned(layer, 2, cluster)
+    assert check(plan, graph, cluster).failures == []
