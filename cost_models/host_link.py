@@ -112,9 +112,18 @@ def no_host(device: Device) -> str:
     )
 
 
+def host_of(cluster: Cluster, device: Device) -> HostCopies:
+    """Return the copies of a device of a cluster, all devices of a machine at once.
+
+    Raises:
+        ProfileError: as :func:`host_copies`.
+    """
+    return host_copies(device, devices_of_a_host(cluster))
+
+
 def copies_of(cluster: Cluster, device: Device) -> HostCopies | None:
-    """Return the copies of a device of a cluster, all devices of a machine at once; None if it has no host."""
-    return HostCopies(device.host, devices_of_a_host(cluster)) if device.host is not None else None
+    """Return :func:`host_of` a device; None if it has no host."""
+    return host_of(cluster, device) if has_host(device) else None
 
 
 def devices_of_a_host(cluster: Cluster, ranks: Iterable[int] | None = None) -> int:

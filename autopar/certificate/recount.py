@@ -17,7 +17,6 @@ from autopar.certificate.stored_parameters import (
     buffer_bytes,
     first_parameters,
     host_copy_seconds,
-    host_of,
     parameter_seconds,
     stored_bytes,
     trained_on_host_bytes,
@@ -34,6 +33,7 @@ from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.strategy import joinable_axes
 from autopar.words.graph import Graph
 from cost_models.costs import costs_of
+from cost_models.host_link import host_of
 from cost_models.host_step import host_step_seconds
 from cost_models.joined_axes import JOINED, JoinableAxes
 from cost_models.parameter_overlap import HIDES_ALL, NO_COPIES, exposed, shares_of

@@ -16,7 +16,7 @@ from autopar.words.placements import Step
 from autopar.words.shards import elements_moved, local_shape
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis
-from cost_models.host_link import HostCopies, devices_of_a_host, host_copies
+from cost_models.host_link import host_of
 from cost_models.parameter_overlap import NO_COPIES, HostSeconds, ParameterSeconds, Shares
 from hardware_profiles import Cluster, Device
 
@@ -140,8 +140,3 @@ def host_copy_seconds(
             copied = HostSeconds(ParameterSeconds(0.0, 0.0, there, again), ParameterSeconds(0.0, 0.0, 0.0, back))
         seconds = seconds.plus(copied)
     return seconds
-
-
-def host_of(cluster: Cluster, device: Device) -> HostCopies:
-    """Return the way from a device to its host, which all devices of a machine share."""
-    return host_copies(device, devices_of_a_host(cluster))

@@ -14,7 +14,7 @@ from autopar.words.graph import Graph
 from autopar.words.shards import local_shape
 from autopar.words.texts import show_bytes
 from cost_models import optimizer_state_bytes
-from cost_models.host_link import devices_of_a_host, host_copies
+from cost_models.host_link import host_of
 from hardware_profiles import Cluster
 
 
@@ -71,7 +71,7 @@ def notes_on_host(graph: Graph, stages: Sequence[StagePlan], cluster: Cluster) -
     if not of_device:
         return ()
     fullest = max(of_device, key=lambda device: (of_device[device], -device))
-    room = host_copies(cluster.device(fullest), devices_of_a_host(cluster)).memory_bytes
+    room = host_of(cluster, cluster.device(fullest)).memory_bytes
     if of_device[fullest] > room:
         raise InfeasibleError(
             f"the host has {show_bytes(room)} for each device, and the plan keeps {show_bytes(of_device[fullest])} "

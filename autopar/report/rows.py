@@ -17,7 +17,6 @@ from autopar.planner.intra_op.memory.ledger import Ledger, recompute_seconds, wa
 from autopar.planner.intra_op.memory.walked_ledger import ledger
 from autopar.plans.plan import StagePlan, reshard_key
 from autopar.plans.prices import Price
-from autopar.plans.stepped_by import stepped_by
 from autopar.report import Facts
 from autopar.rules.local_calls import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
@@ -260,8 +259,7 @@ def param_rows(graph: Graph, plan: StagePlan, priced: Pricer) -> list[ParamRow]:
     for pattern, names in groups.items():
         node, choice = nodes[names[0]], plan.params[names[0]]
         policy = graph.policy_of(node)
-        by = stepped_by(graph, node, plan.optimizer)
-        cost = P.cost(node.out, node.needs_grad, choice, priced, by, plan.microbatches, policy)
+        cost = P.cost(P.ParamInStep.of(graph, node, plan.optimizer, plan.microbatches), choice, priced)
         collectives = tuple(
             _collective(kind, axis, kind != "all_gather", n)
             for axis, kind, n, times in P.collectives(

@@ -13,7 +13,6 @@ from autopar.planner.intra_op.building.space import in_all_ways, strategies
 from autopar.planner.intra_op.plan_completion import needs
 from autopar.planner.intra_op.reshard import reshard_path
 from autopar.plans.plan import ParamChoice, StagePlan, reshard_key
-from autopar.plans.stepped_by import stepped_by
 from autopar.rules.option_names import as_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
@@ -112,9 +111,7 @@ def _params(
         now = owned[ref.node]
 
         def cost(choice: ParamChoice, node=node) -> P.ParamCost:  # type: ignore[no-untyped-def]
-            policy = graph.policy_of(node)
-            by = stepped_by(graph, node, plan.optimizer)
-            return P.cost(node.out, node.needs_grad, choice, priced, by, plan.microbatches, policy)
+            return P.cost(P.ParamInStep.of(graph, node, plan.optimizer, plan.microbatches), choice, priced)
 
         others = [now] if use == now.used else [
             replace(choice, on_host=now.on_host) for choice in P.choices(node.out, node.needs_grad, [use], plan.mesh)

@@ -13,7 +13,7 @@ from autopar.planner.intra_op.building.build import Builder
 from autopar.planner.intra_op.building.decoder import Decided, Decoder
 from autopar.planner.intra_op.building.fold import fold, unfolded
 from autopar.planner.intra_op.building.integer_program import Problem
-from autopar.planner.intra_op.building.parameter_sharding import cost
+from autopar.planner.intra_op.building.parameter_sharding import ParamInStep, cost
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.kept_state import kept_buffers, stored_states, with_hot_state
 from autopar.planner.intra_op.memory.recomputable import Recomputable
@@ -26,7 +26,6 @@ from autopar.plans.clusters import check_mesh
 from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT
 from autopar.plans.offload_options import paths_of
 from autopar.plans.plan import StagePlan
-from autopar.plans.stepped_by import stepped_by
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph
@@ -144,8 +143,8 @@ class MeshProblem:
                 follow += sum(self.priced.op(self.graph, node, rule, strategy))
         steps = sum(
             cost(
-                node.out, node.needs_grad, plan.params[node.target], self.priced,
-                stepped_by(self.graph, node, plan.optimizer), plan.microbatches, self.graph.policy_of(node),
+                ParamInStep.of(self.graph, node, plan.optimizer, plan.microbatches), plan.params[node.target],
+                self.priced,
             ).step_seconds
             for _, node in self.graph.of_kind("param")
         )  # fmt: skip

@@ -13,7 +13,6 @@ from autopar.planner.intra_op.building.integer_program import Item
 from autopar.planner.intra_op.building.overlap_terms import MayHide
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import ParamChoice
-from autopar.plans.stepped_by import stepped_by
 from autopar.words.graph import Graph, Node
 from autopar.words.placements import State, whole_state
 from cost_models.parameter_overlap import hidden_seconds
@@ -81,6 +80,7 @@ class ParameterItems:
         mesh = self.pricer.mesh
         whole = whole_state(mesh, node.needs_grad)
         spec = node.out
+        param = P.ParamInStep.of(self.graph, node, self.optimizer, self.microbatches, self.versions)
         options: list[tuple[ParamChoice, P.ParamCost]] = []
         by_use: dict[State, list[tuple[ParamChoice, P.ParamCost]]] = {}
         every = self.allowed is not None
@@ -92,11 +92,7 @@ class ParameterItems:
                 continue
             if self.versions > 1 and choice.lifetime == "use":
                 continue
-            policy = self.graph.policy_of(node)
-            cost = P.cost(
-                spec, node.needs_grad, choice, self.pricer, stepped_by(self.graph, node, self.optimizer),
-                self.microbatches, policy, self.versions,
-            )  # fmt: skip
+            cost = P.cost(param, choice, self.pricer)
             by_use.setdefault(choice.used, []).append((choice, cost))
         for of_use in by_use.values():
             # peaks of several parameters do not add up, so a choice with one is compared by the bytes it adds at least

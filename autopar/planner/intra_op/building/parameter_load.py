@@ -14,10 +14,10 @@ from autopar.planner.intra_op.building import matrix_prices
 from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import ParamChoice
-from autopar.plans.stepped_by import matrices_of, stepped_by
+from autopar.plans.stepped_by import matrices_of
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
-from autopar.words.graph import Graph, Ref, Spec
+from autopar.words.graph import Graph, Ref
 from autopar.words.placements import State
 from cost_models.costs import StageWork
 from cost_models.host_link import UNUSED, HostLinkUse
@@ -115,16 +115,14 @@ def parameter_load(
     nodes, alike = graph.nodes, graph.alike
     first_read = P.first_read(graph, pricer.costs.bucket_bytes)
     costs: list[P.ParamCost] = []
-    cost_of: dict[tuple[Spec, bool, ParamChoice, bool, str], P.ParamCost] = {}  # repeated blocks have the same ones
+    cost_of: dict[tuple[P.ParamInStep, ParamChoice], P.ParamCost] = {}  # repeated blocks have the same ones
     collectives = may_hide = first = NONE
     copies = NO_COPIES
     for i, choice in owned.items():
-        by = stepped_by(graph, nodes[i], optimizer)
-        key = nodes[i].out, nodes[i].needs_grad, choice, nodes[i].narrow is not None, by
+        key = P.ParamInStep.of(graph, nodes[i], optimizer, microbatches, versions), choice
         cost = cost_of.get(key)
         if cost is None:
-            policy = graph.policy_of(nodes[i])
-            cost = cost_of[key] = P.cost(*key[:3], pricer, by, microbatches, policy, versions)
+            cost = cost_of[key] = P.cost(*key, pricer)
         costs.append(cost)
         if cost.seconds:
             collectives, may_hide = collectives.plus(cost.collectives), may_hide.plus(cost.may_hide)

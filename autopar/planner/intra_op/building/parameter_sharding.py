@@ -18,7 +18,7 @@ from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.plans.stepped_by import stepped_by
 from autopar.rules.kernels import Kernels
-from autopar.words.graph import ITEM_BYTES, Graph, Spec
+from autopar.words.graph import ITEM_BYTES, Graph, Node, Spec
 from autopar.words.meshes import Mesh
 from autopar.words.placements import Placement, State, path, replicated_placement, shard, step_collectives
 from autopar.words.precision import Precision
@@ -28,6 +28,31 @@ from cost_models.costs import Axis
 from cost_models.host_step import host_step_seconds
 from cost_models.optimizer_bytes import MUON
 from cost_models.parameter_overlap import NO_COPIES, HostSeconds, ParameterSeconds
+
+
+class ParamInStep(NamedTuple):
+    """A parameter, and what a step does with it: equal ones have equal prices.
+
+    Attributes:
+        spec: as the program reads it.
+        grad: it is trained.
+        optimizer: what steps on it (:func:`autopar.plans.stepped_by.stepped_by`).
+        precision: a policy, under which it is stored, and its gradient added up, in other formats.
+        versions: so many there are at one time.
+    """
+
+    spec: Spec
+    grad: bool
+    optimizer: str
+    microbatches: int
+    precision: Precision | None = None
+    versions: int = 1
+
+    @classmethod
+    def of(cls, graph: Graph, node: Node, optimizer: str, microbatches: int, versions: int = 1) -> ParamInStep:
+        """Return the parameter of a node of `graph`, under the ``optimizer`` of a plan."""
+        by = stepped_by(graph, node, optimizer)
+        return cls(node.out, node.needs_grad, by, microbatches, graph.policy_of(node), versions)
 
 
 @dataclass(frozen=True)
@@ -213,15 +238,9 @@ def first_read(graph: Graph, bucket_bytes: float) -> frozenset[int]:
     return found
 
 
-def cost(
-    spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, optimizer: str, microbatches: int,
-    precision: Precision | None = None, versions: int = 1,
-) -> ParamCost:  # fmt: skip
-    """Price of one parameter, of which there are so many ``versions`` at one time.
-
-    ``spec``: as the program reads it; ``precision``: a policy, under which it is stored, and its gradient added up,
-    in other formats; ``optimizer``: what steps on it (:func:`autopar.plans.stepped_by.stepped_by`).
-    """
+def cost(param: ParamInStep, choice: ParamChoice, pricer: Pricer) -> ParamCost:
+    """Return the price of storing and using a parameter as ``choice`` says."""
+    spec, grad, optimizer, microbatches, precision, versions = param
     mesh = pricer.mesh
     elements = prod(local_shape(spec.shape, choice.stored, mesh))
     of_master = spec.item_bytes if precision is None else ITEM_BYTES[precision.stored(spec.dtype)]
@@ -329,18 +348,10 @@ def cheapest(options: Sequence[tuple[float, ...]], keep_memory: bool) -> list[in
 def peak_bytes(graph: Graph, plan: StagePlan, pricer: Pricer) -> int:
     """Return the bytes of a plan that belong to copies gathered for one use."""
     nodes = {node.target: node for _, node in graph.of_kind("param")}
+    times, versions = plan.microbatches, plan.versions.number
     return max(
         (
-            cost(
-                nodes[name].out,
-                nodes[name].needs_grad,
-                choice,
-                pricer,
-                stepped_by(graph, nodes[name], plan.optimizer),
-                plan.microbatches,
-                graph.policy_of(nodes[name]),
-                plan.versions.number,
-            ).peak_bytes
+            cost(ParamInStep.of(graph, nodes[name], plan.optimizer, times, versions), choice, pricer).peak_bytes
             for name, choice in plan.params.items()
         ),
         default=0,

@@ -22,7 +22,6 @@ from autopar.planner.intra_op.memory.walked_ledger import ledger_of
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import StagePlan
 from autopar.plans.prices import Fullest, Moment, StagePeaks
-from autopar.plans.stepped_by import stepped_by
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph, Ref
@@ -139,10 +138,10 @@ class StageContents:
         largest: tuple[int, int] = 0, -1
         for i, node in graph.of_kind("param"):
             choice = plan.params[node.target]
-            cost = parameter_sharding.cost(
-                node.out, node.needs_grad, choice, self.pricer, stepped_by(graph, node, plan.optimizer),
-                plan.microbatches, graph.precision, plan.versions.number,
+            param = parameter_sharding.ParamInStep.of(
+                graph, node, plan.optimizer, plan.microbatches, plan.versions.number
             )  # fmt: skip
+            cost = parameter_sharding.cost(param, choice, self.pricer)
             category = PARAMETERS if graph.stored(node).dtype == node.out.dtype else MASTERS
             held += [HeldMemory(category, i, cost.parameter_bytes), HeldMemory(OPTIMIZER, i, cost.optimizer_bytes)]
             held += [HeldMemory(GATHERED, i, cost.gathered_bytes), HeldMemory(VERSIONS, i, cost.version_bytes)]
@@ -155,10 +154,8 @@ class StageContents:
         """Return the gradients of all parameters, as they are stored."""
         graph, plan, held = self.graph, self.plan, []
         for i, node in graph.of_kind("param"):
-            cost = parameter_sharding.cost(
-                node.out, node.needs_grad, plan.params[node.target], self.pricer, plan.optimizer, plan.microbatches,
-                graph.precision,
-            )  # fmt: skip
+            param = parameter_sharding.ParamInStep.of(graph, node, plan.optimizer, plan.microbatches)
+            cost = parameter_sharding.cost(param, plan.params[node.target], self.pricer)
             held.append(HeldMemory(GRADIENTS, i, cost.gradient_bytes))
         return [each for each in held if each.n_bytes]
 

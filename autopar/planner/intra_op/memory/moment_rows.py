@@ -132,23 +132,15 @@ class MomentRows:
     @cached_property
     def _costs(self) -> dict[int, list[P.ParamCost]]:
         """Costs of every parameter's choices, by item."""
-        nodes, optimizer, n, policy = self.graph.nodes, self.optimizer, self.microbatches, self.graph.policy_of
+        nodes, optimizer, n, versions = self.graph.nodes, self.optimizer, self.microbatches, self.versions
+        params = {
+            item: P.ParamInStep.of(self.graph, nodes[i], optimizer, n, versions)
+            for item, (i, _) in self.parameters.items()
+        }  # fmt: skip
         return {
-            item: [
-                P.cost(
-                    nodes[i].out,
-                    nodes[i].needs_grad,
-                    c,
-                    self.pricer,
-                    stepped_by(self.graph, nodes[i], optimizer),
-                    n,
-                    policy(nodes[i]),
-                    self.versions,
-                )
-                for c in choices
-            ]
-            for item, (i, choices) in self.parameters.items()
-        }
+            item: [P.cost(params[item], choice, self.pricer) for choice in choices]
+            for item, (_, choices) in self.parameters.items()
+        }  # fmt: skip
 
     @cached_property
     def _nodes_of(self) -> dict[int, list[int]]:
