@@ -23,6 +23,7 @@ from autopar.errors import RunError
 from autopar.lower.steps import printing
 from autopar.lower.steps.order import is_start, overlapped
 from autopar.lower.steps.printing import StepFunctions
+from autopar.runtime.parameters import gathering
 from autopar.runtime.stages.compiled_order import OneOrder
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -188,6 +189,16 @@ def of_all(cuts: list[str], backend: str, steps_alone: bool = False) -> list[tup
     return found
 
 
+def gathers() -> int:
+    """Gathers in a step of small parameters that are gathered for each use."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    pm = autopar.parallelize(Blocks(), mesh, batch(), constraints={"*": {"data": "b"}}, params={"*": "S0 use"})
+    pm.compile(backend="eager")
+    step(pm, 8)
+    (of_form,) = pm._autopar.stage.run_program.forms.values()
+    return sum("gather_parameters" in node.meta["call"] for node in of_form.functions.collectives)
+
+
 def _with_two_exchanged(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
     """An order in which one of two unlike collectives begins after the other, where nothing forbids that."""
     order = overlapped(nodes)
@@ -210,7 +221,8 @@ def in_another_order(compares: bool) -> tuple[float, str]:
     start = time.monotonic()
     alone = contextlib.nullcontext() if compares else mock.patch.object(OneOrder, "agree", lambda *_: None)
     exchanged = mock.patch.object(printing, "overlapped", _with_two_exchanged)
-    with exchanged if dist.get_rank() else contextlib.nullcontext(), alone:
+    by_itself = mock.patch.object(gathering, "UNIT_BYTES", 1)  # each parameter is gathered alone
+    with exchanged if dist.get_rank() else contextlib.nullcontext(), alone, by_itself:
         try:
             step(pm, 5)
         except (RuntimeError, RunError) as error:

@@ -6,7 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from procs.compiled import AS_INDUCTOR, CUTS, compiled_in_vain, differences, in_another_order, in_stages, of_all
+from procs.compiled import (
+    AS_INDUCTOR,
+    CUTS,
+    compiled_in_vain,
+    differences,
+    gathers,
+    in_another_order,
+    in_stages,
+    of_all,
+)
 from procs.compiled_features import features
 from procs.compiled_graphs import compiled_on_ranks
 from procs.compiled_models import AGAIN, compiled_models
@@ -33,6 +42,11 @@ def check(ranks: list[Any], steps_alone: bool = False) -> None:
 
 def test_two_ranks():
     on_two_ranks(["tensor", "zero again"], "eager")
+
+
+def test_small_parameters_are_gathered_together():
+    """Seven, once for the forward and once for the backward."""
+    assert run_local(gathers, 2, timeout=100) == [2, 2]
 
 
 @pytest.mark.slow
