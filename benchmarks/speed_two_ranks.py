@@ -1,10 +1,11 @@
 """A training step on two gloo ranks: autopar's chosen plan against DDP, FSDP2 and tensor parallelism written by hand.
 
-All four live in the same two processes with one thread each, and take turns step by step in an order that rotates, so
+All live in the same two processes with one thread each, and take turns step by step in an order that rotates, so
 that what else the machine does hits all of them. Ratios are of medians, autopar over the other: below 1 is faster.
 Those of CPU seconds, which both ranks spend on a step, stand beside them for a machine that has other work.
-``--local`` gives each rank of autopar its own rows, as DDP and FSDP2 have them. ``--precision bf16-mixed`` trains under
-that policy: FSDP2 by its ``MixedPrecisionPolicy``, DDP and tensor parallelism under ``torch.autocast``.
+``--step`` has a fifth one, autopar's plan as an explicit step (``compile(backend="eager")``). ``--local`` gives each
+rank of autopar its own rows, as DDP and FSDP2 have them. ``--precision bf16-mixed`` trains under that policy: FSDP2 by
+its ``MixedPrecisionPolicy``, DDP and tensor parallelism under ``torch.autocast``.
 ``python benchmarks/speed_two_ranks.py [--runs 9] [--models gpt resnet18] [--local] [--precision bf16-mixed]``
 """
 
@@ -151,8 +152,16 @@ def half(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(x.chunk(2)[dist.get_rank()].contiguous() for x in batch)
 
 
+def as_a_step(model: nn.Module, batch: tuple[torch.Tensor, ...], low: bool) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """Return autopar's module as an explicit step."""
+    model, batch = chosen(model, batch, low)
+    model.compile(backend="eager")
+    return model, batch
+
+
 UNDER_AUTOCAST = ("ddp", "by_hand")
-WAYS = {"autopar": chosen, "autopar_local": of_own_rows, "ddp": ddp, "fsdp2": fsdp2, "by_hand": by_hand}
+WAYS = {"autopar": chosen, "autopar_local": of_own_rows, "ddp": ddp, "fsdp2": fsdp2, "by_hand": by_hand,
+        "step": as_a_step}  # fmt: skip
 
 
 def rank(name: str, ways: list[str], runs: int, low: bool) -> dict[str, Any]:
@@ -225,10 +234,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--local", action="store_true", help="autopar's ranks have their own rows")
     parser.add_argument("--precision", choices=["bf16-mixed"], help="a policy; by default all is float32")
+    parser.add_argument("--step", action="store_true", help="autopar's module as an explicit step, too")
     options = parser.parse_args()
     mine, left_out = ("autopar_local", "autopar") if options.local else ("autopar", "autopar_local")
     for name in options.models:
         ways = [way for way in WAYS if way != left_out and (way != "by_hand" or name.startswith("gpt"))]
+        if not options.step:
+            ways.remove("step")
         if options.precision is not None and name == "resnet18":
             ways.remove("fsdp2")  # its cast parameters meet float32 statistics, which torch's batch norm refuses here
         found = autopar.run_local(rank, 2, name, ways, options.runs, options.precision is not None, timeout=1200)[0]
