@@ -581,6 +581,26 @@ class Masked(nn.Module):
         return h.square().sum()
 
 
+class Normed(nn.Module):
+    """A norm to which gradients arrive across rows: its kernel takes them along rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.out = nn.Conv1d(1, 4, 1), nn.GroupNorm(2, 4), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.norm(self.conv(x.unsqueeze(1)))
+        return self.out(h.transpose(1, 2)).square().mean(), h
+
+
+def test_gradients_that_lie_otherwise_than_results() -> None:
+    compare(lambda pm: pm(X)[0].backward(), Normed())
+    weight = torch.arange(24.0, dtype=torch.float64).view(6, 4)
+    compare(lambda pm: (pm(X)[1].transpose(1, 2) * weight).sum().backward(), Normed())
+
+
 @pytest.mark.parametrize("model, n_outside", [(Convolutions, 0), (Recurrent, 0), (Masked, 1)])
 def test_calls_that_autograd_differentiates_when_they_run(model: type[nn.Module], n_outside: int) -> None:
     """They are few: the model's own Python, and what depends on data."""

@@ -9,7 +9,7 @@ arguments and results stays one operator in the forward, with all that it is com
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.fx
 
 from autopar.lower.steps.recording import OperatorRecorder
-from autopar.torch_private import OpOverload, pytree
+from autopar.torch_private import FakeTensorMode, OpOverload, pytree
 
 aten = torch.ops.aten
 VIEWS = {
@@ -63,9 +63,23 @@ class Adjoint:
         return [x for x in self.results if isinstance(x, torch.Tensor)]
 
 
+class Adjoints:
+    """Calls that were differentiated, of one program.
+
+    Attributes:
+        mode: that of all tensors without values.
+        of_call: by what is called, the forms of the arguments, the wants and the strides of gradients; None for those
+            that autograd differentiates when they run.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.of_call: dict[Any, Adjoint | None] = {}
+
+
 def adjoint_of(
     run: Callable[[Sequence[torch.Tensor]], Any], leaves: Sequence[torch.Tensor], wants: Sequence[bool],
-    reached: Sequence[int] | None, is_operator: bool,
+    reached: Sequence[int] | None, is_operator: bool, strides: Sequence[Sequence[int]] | None = None,
 ) -> Adjoint:  # fmt: skip
     """Differentiate ``run(leaves)``.
 
@@ -74,6 +88,7 @@ def adjoint_of(
         wants: which of them want a gradient.
         reached: numbers of its tensor results from which a way leads to an output; None for all.
         is_operator: the call is one operator of torch.
+        strides: those of the gradients that arrive; None for those of the results.
     """
     recorder = OperatorRecorder()
     given = [x.detach().requires_grad_(want) for x, want in zip(leaves, wants, strict=True)]
@@ -85,6 +100,9 @@ def adjoint_of(
     asked = [k for k, x in enumerate(tensors) if x.requires_grad and (reached is None or k in reached)]
     wanted = [x for x in given if x.requires_grad]
     arriving = [torch.empty_like(tensors[k]) for k in asked]
+    if strides is not None:
+        each_one = zip(arriving, strides, strict=True)
+        arriving = [torch.empty_strided(x.shape, s, dtype=x.dtype, device=x.device) for x, s in each_one]
     nodes = [recorder.given(g, f"g{k}") for k, g in enumerate(arriving)]
     got: Sequence[torch.Tensor | None] = [None] * len(wanted)
     if asked and wanted:
@@ -166,6 +184,24 @@ def _divide(graph: torch.fx.Graph, adjoint: Adjoint, is_operator: bool) -> None:
         adjoint.forward = []
 
 
+def carried_over(
+    adjoint: Adjoint, other: Adjoint, env: Mapping[torch.fx.Node, torch.fx.Node]
+) -> dict[torch.fx.Node, torch.fx.Node] | None:  # fmt: skip
+    """Return the nodes of a step for another adjoint of a call, of which it has the forward of the first one.
+
+    None if the other one keeps something else.
+    """
+    if adjoint.composite != other.composite or len(adjoint.constants) != len(other.constants):
+        return None
+    if [n.target for n in adjoint.forward] != [n.target for n in other.forward]:
+        return None
+    pairs = [(adjoint.inputs, other.inputs), (adjoint.outs, other.outs), (adjoint.forward, other.forward)]
+    pairs.append(([*adjoint.constants], [*other.constants]))
+    found = {b: env[a] for one, two in pairs for a, b in zip(one, two, strict=True)}
+    read = {x for n in other.backward for x in n.all_input_nodes} | {x for x in other.grads if x is not None}
+    return found if read <= {*found, *other.arriving, *other.backward} else None
+
+
 def _before_last_write(nodes: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
     """Return what runs before the last operator that writes to memory, such as a copy of what is overwritten."""
     last = max((k for k, n in enumerate(nodes) if n.op == "call_function" and writes_to_argument(n)), default=0)
@@ -190,3 +226,23 @@ def acts(node: torch.fx.Node) -> bool:
     what it receives.
     """
     return writes_to_argument(node) or communicates(node)
+
+
+def results_read(end: torch.fx.Node, n_outputs: int) -> dict[torch.fx.Node, set[int]]:
+    """Return the numbers of the results of each call from which a way leads to an output; -1 stands for all of them."""
+    reached: dict[torch.fx.Node, set[int]] = {}
+    outputs: Any = end.args[0]
+    todo: list[tuple[Any, int]] = [(x, -1) for x in outputs[:n_outputs]]
+    while todo:
+        node, k = todo.pop()
+        if not isinstance(node, torch.fx.Node):
+            continue
+        if node.target is operator.getitem:
+            source: Any = node.args
+            todo.append((source[0], source[1]))
+            continue
+        first = node not in reached
+        reached.setdefault(node, set()).add(k)
+        if first:
+            todo.extend((x, -1) for x in node.all_input_nodes)
+    return reached

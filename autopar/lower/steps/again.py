@@ -21,8 +21,19 @@ _aten = torch.ops.aten
 
 
 def views_again(step: StepGraph) -> None:
-    """Look at kept tensors again in the backward, instead of keeping views of them."""
-    _make_again(step, _is_view)
+    """Look at kept tensors again in the backward, instead of keeping views of them.
+
+    A view that leaves a segment is kept: what it looks at would be computed again, where it is there already.
+    """
+    results = {x for x in step.results if isinstance(x, torch.fx.Node)}
+
+    def leaves_segment(node: torch.fx.Node) -> bool:
+        segment = node.meta["segment"]
+        if segment is None or node in step.freed or node.args[0] in step.freed:
+            return False
+        return node in results or any(not x.meta["late"] and x.meta["segment"] != segment for x in node.users)
+
+    _make_again(step, lambda node: _is_view(node) and not leaves_segment(node))
 
 
 def run_again(step: StepGraph, calls: Collection[str]) -> None:

@@ -18,22 +18,19 @@ What the lowered program says about memory (its segments, what it frees until th
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx
-from torch.autograd import set_detect_anomaly
-from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.lower.freed_tensors import backwards_of, give_up
 from autopar.lower.offloaded import settle
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import current_mesh, make_again
-from autopar.lower.steps.adjoints import Adjoint, adjoint_of
+from autopar.lower.steps.adjoints import Adjoint, Adjoints, adjoint_of, carried_over, results_read
 from autopar.lower.steps.nodes import (
     BRANCHES,
     OPENED,
@@ -41,17 +38,20 @@ from autopar.lower.steps.nodes import (
     end_forward,
     filled,
     gradients_by_autograd,
+    has_known_strides,
     is_taken,
+    laid_out,
     leave,
+    lies_alike,
     only_if,
     run_under_autograd,
     runs_under_autograd,
     sum_of,
 )
-from autopar.lower.steps.recording import NotRecordable
+from autopar.lower.steps.recording import NotRecordable, unseen_by_the_caller
 from autopar.rules.families.branch import BY_NUMBER
 from autopar.rules.lowering_helpers.local_shard import length_of
-from autopar.torch_private import DATA_DEPENDENT, FakeTensorMode, OpOverload, no_dispatch_modes, pytree
+from autopar.torch_private import DATA_DEPENDENT, OpOverload, pytree
 from autopar.words.tracing import traced_for_a_compiler
 
 _aten = torch.ops.aten
@@ -78,6 +78,7 @@ class _Call:
 
     Attributes:
         env: from nodes of the adjoint to those of the step.
+        differentiated: gives the adjoint for gradients that arrive with some strides.
         tape: of a call that ran under autograd.
         taken: of a branch on a number, the node that says which way it went, or the way itself.
     """
@@ -88,6 +89,7 @@ class _Call:
     results: list[StepValue]
     adjoint: Adjoint | None = None
     env: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
+    differentiated: Callable[[tuple[tuple[int, ...], ...]], Adjoint | None] | None = None
     tape: torch.fx.Node | None = None
     taken: torch.fx.Node | bool | None = None
 
@@ -123,11 +125,6 @@ class StepGraph:
     may_lack: set[torch.fx.Node] = field(default_factory=set)
 
 
-Adjoints = dict[Any, Adjoint | None]
-"""Calls that were differentiated, by what they call, the forms of their arguments and the wants; None for those that
-autograd differentiates when they run."""
-
-
 def build(
     module: torch.fx.GraphModule, values: Sequence[Any], n_outputs: int, adjoints: Adjoints,
     roots: Collection[int] | None = None,
@@ -140,15 +137,8 @@ def build(
         adjoints: those that are known already; new ones are added.
         roots: numbers of the outputs to which gradients come; None for all that want one.
     """
-    with _unseen_by_the_caller(), FakeTensorMode(allow_non_fake_inputs=True), traced_for_a_compiler():
+    with unseen_by_the_caller(), adjoints.mode, traced_for_a_compiler():
         return _Builder(module, n_outputs, adjoints, roots).build(values)
-
-
-@contextlib.contextmanager
-def _unseen_by_the_caller() -> Iterator[None]:
-    """Enclose operators on tensors without values: they are not for the caller's modes, hooks and checks for NaN."""
-    with no_dispatch_modes(), saved_tensors_hooks(lambda x: x, lambda x: x), set_detect_anomaly(False):
-        yield
 
 
 class _Builder:
@@ -166,7 +156,7 @@ class _Builder:
 
     def build(self, values: Sequence[Any]) -> StepGraph:
         *_, end = self.nodes
-        reached = _reached(end, self.n_outputs)
+        reached = results_read(end, self.n_outputs)
         each = iter(values)
         for node in self.nodes:
             self.segment = node.meta.get("segment")
@@ -244,20 +234,25 @@ class _Builder:
         others = tuple(None if isinstance(x, StepValue) else (type(x), repr(x)) for x in flat)
         place = None if isinstance(target, OpOverload) else current_mesh()
         key = target, place, str(spec), forms, others, numbers and tuple(numbers)
-        if key not in self.adjoints:
 
+        def differentiated(strides: tuple[tuple[int, ...], ...] | None = None) -> Adjoint | None:
             def run(tensors: Sequence[_Tensor]) -> Any:
                 each = iter(tensors)
                 given = [next(each) if isinstance(x, StepValue) else x for x in flat]
                 args, kwargs = pytree.tree_unflatten(given, spec)
                 return target(*args, **kwargs)
 
-            try:
-                fakes = [x.fake for x in leaves]
-                self.adjoints[key] = adjoint_of(run, fakes, wants, numbers, isinstance(target, OpOverload))
-            except (NotRecordable, *DATA_DEPENDENT):
-                self.adjoints[key] = None
-        adjoint = self.adjoints[key]
+            known = self.adjoints.of_call
+            if (key, strides) not in known:
+                try:
+                    fakes = [x.fake for x in leaves]
+                    is_operator = isinstance(target, OpOverload)
+                    known[key, strides] = adjoint_of(run, fakes, wants, numbers, is_operator, strides)
+                except (NotRecordable, *DATA_DEPENDENT):
+                    known[key, strides] = None
+            return known[key, strides]
+
+        adjoint = differentiated()
         if adjoint is None:
             return self._under_autograd(target, flat, spec)
         env = dict(zip(adjoint.inputs, (x.node for x in leaves), strict=True))
@@ -274,7 +269,7 @@ class _Builder:
             outs = [env[x] for x in adjoint.outs]
         pairs = enumerate(zip(outs, adjoint.fakes, strict=True))
         results = [StepValue(out, fake, k in adjoint.asked) for k, (out, fake) in pairs]
-        self.calls.append(_Call(self.call_name, self.segment, leaves, results, adjoint, env))
+        self.calls.append(_Call(self.call_name, self.segment, leaves, results, adjoint, env, differentiated))
         return _unflattened(results, adjoint.results, adjoint.spec)
 
     def _operator(
@@ -340,8 +335,10 @@ class _Builder:
             before = arrived.get(value)
             if before is not None:
                 lacking = {before, grad} & self.step.may_lack
-                total = self._emit(sum_of if lacking else _aten.add.Tensor, (before, grad), val=value.fake)
-                total.meta["sum"] = True
+                known = has_known_strides(before) and has_known_strides(grad)
+                val = before.meta["val"] + grad.meta["val"] if known and not lacking else value.fake
+                total = self._emit(sum_of if lacking else _aten.add.Tensor, (before, grad), val=val)
+                total.meta.update(sum=True, unknown=not known)
                 if len(lacking) == 2:
                     self.step.may_lack.add(total)
                 grad = total
@@ -350,7 +347,7 @@ class _Builder:
         for k, value in enumerate(results[: self.n_outputs]):
             if isinstance(value, StepValue) and value.wants and (self.roots is None or k in self.roots):
                 grad = self.step.graph.placeholder(f"gradient_{k}")
-                grad.meta.update(val=value.fake, late=True, call="", segment=None, guard=())
+                grad.meta.update(val=torch.empty_like(value.fake), late=True, call="", segment=None, guard=())
                 self.step.arriving[k] = grad
                 add(value, grad)
         for call in reversed(self.calls):
@@ -376,10 +373,11 @@ class _Builder:
                     self.step.may_lack.add(grad)
                     add(leaf, grad)
         else:
-            adjoint, env = call.adjoint, call.env
+            asked = call.adjoint.asked
             self.guard = lacking
-            for node, number in zip(adjoint.arriving, adjoint.asked, strict=True):
-                env[node] = self._arriving(call.results[number], arrived, len(adjoint.asked) > 1)
+            grads = [self._arriving(call.results[number], arrived, len(asked) > 1) for number in asked]
+            adjoint, env, grads = self._as_they_lie(call, grads)
+            env.update(zip(adjoint.arriving, grads, strict=True))
             self._inline(adjoint.backward, env)
             self.guard = ()
             for leaf, found in zip(call.leaves, adjoint.grads, strict=True):
@@ -387,6 +385,32 @@ class _Builder:
                     if lacking:
                         self.step.may_lack.add(env[found])
                     add(leaf, env[found])
+
+    def _as_they_lie(
+        self, call: _Call, grads: list[torch.fx.Node]
+    ) -> tuple[Adjoint, dict[torch.fx.Node, torch.fx.Node], list[torch.fx.Node]]:  # fmt: skip
+        """Return the adjoint for gradients as they lie in memory and its nodes; or copies, as it was recorded with.
+
+        A backward may differ by that: a kernel that reads rows in a row gets a copy of what lies otherwise.
+        """
+        adjoint, env = call.adjoint, call.env
+        assert adjoint is not None and call.differentiated is not None
+        wanted = [node.meta["val"].stride() for node in adjoint.arriving]
+        alike = [
+            has_known_strides(grad) and lies_alike(grad.meta["val"], strides)
+            for grad, strides in zip(grads, wanted, strict=True)
+        ]
+        if not all(alike) and all(map(has_known_strides, grads)):
+            other = call.differentiated(tuple(grad.meta["val"].stride() for grad in grads))
+            carried = None if other is None else carried_over(adjoint, other, env)
+            if other is not None and carried is not None:
+                return other, carried, grads
+        each = zip(grads, alike, wanted, adjoint.arriving, strict=True)
+        copies = [
+            grad if is_alike else self._emit(laid_out, (grad, strides), val=node.meta["val"])
+            for grad, is_alike, strides, node in each
+        ]
+        return adjoint, env, copies
 
     def _arriving(
         self, result: StepValue, arrived: dict[StepValue, torch.fx.Node], beside_others: bool
@@ -423,23 +447,3 @@ def _is_no_tensor(x: Any) -> bool:
 def _unflattened(values: Sequence[StepValue], results: Sequence[Any], spec: pytree.TreeSpec) -> Any:
     each = iter(values)
     return pytree.tree_unflatten([next(each) if isinstance(x, torch.Tensor) else x for x in results], spec)
-
-
-def _reached(end: torch.fx.Node, n_outputs: int) -> dict[torch.fx.Node, set[int]]:
-    """Return the numbers of the results of each call from which a way leads to an output; -1 stands for all of them."""
-    reached: dict[torch.fx.Node, set[int]] = {}
-    outputs: Any = end.args[0]
-    todo: list[tuple[Any, int]] = [(x, -1) for x in outputs[:n_outputs]]
-    while todo:
-        node, k = todo.pop()
-        if not isinstance(node, torch.fx.Node):
-            continue
-        if node.target is operator.getitem:
-            source: Any = node.args
-            todo.append((source[0], source[1]))
-            continue
-        first = node not in reached
-        reached.setdefault(node, set()).add(k)
-        if first:
-            todo.extend((x, -1) for x in node.all_input_nodes)
-    return reached

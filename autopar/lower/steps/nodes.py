@@ -5,10 +5,12 @@ They are functions of plain values, called by the text of a step like operators.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.fx
 from torch.autograd.function import BackwardCFunction
 
 from autopar.lower.freed_tensors import Freed
@@ -17,7 +19,7 @@ from autopar.plans.memory_decisions import DECISIONS
 from autopar.rules.experts.expert_block import TRAVEL, rows_computed, rows_leave, rows_return, travelling_block
 from autopar.rules.families.branch import branch
 from autopar.rules.function import Callee
-from autopar.torch_private import autograd_again, keeps_graph, pytree
+from autopar.torch_private import OpOverload, autograd_again, keeps_graph, pytree
 from autopar.words.exchanges import is_bounded
 
 BRANCHES = (branch, torch.ops.autopar.branch.default)
@@ -177,6 +179,26 @@ def sum_of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | Non
 def filled(grad: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a gradient, or zeros where none came."""
     return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+
+
+def laid_out(grad: torch.Tensor | None, strides: Sequence[int]) -> torch.Tensor | None:
+    """Return a gradient with the strides with which its readers were recorded: kernels may rely on them."""
+    if grad is None or lies_alike(grad, strides):
+        return grad
+    return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+def lies_alike(x: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Check the strides of a tensor, in dims that have more than one element."""
+    return all(n < 2 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)) or not x.numel()
+
+
+def has_known_strides(node: torch.fx.Node) -> bool:
+    """Check whether the strides of a gradient are those of its ``val``: not what autograd gives when it runs."""
+    source = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(source, torch.fx.Node)
+    known = node.op == "placeholder" or source.target is laid_out or isinstance(source.target, OpOverload)
+    return known and not node.meta.get("unknown")
 
 
 # --- tensors that are given up until the backward ---------------------------------------------------------------------

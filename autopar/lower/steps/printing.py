@@ -169,7 +169,7 @@ class StepFunctions:
         forward: from values of the program's inputs to its results, and behind them what is saved.
         saved: what is saved, by the names of nodes.
         slots: the numbers of the inputs to which gradients are returned.
-        arriving: the numbers of the results whose gradients arrive.
+        arriving: the numbers of the results whose gradients arrive, with the ``strides`` of each.
         collectives: nodes that begin one, in order.
     """
 
@@ -195,6 +195,7 @@ class StepFunctions:
         self._kept = _read_of(late, step.grads.values(), outside)
         self._step, self._late, self._compiler = step, late, compiler
         self.arriving = list(step.arriving)
+        self.strides = {k: node.meta["val"].stride() for k, node in step.arriving.items()}
         self.n_results = len(step.results)
         if saved is None:
             self.saved = [n.name for n in self._kept]

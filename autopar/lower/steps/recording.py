@@ -7,14 +7,17 @@ the time, since it also follows sizes that are symbols, decompositions and modul
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx
+from torch.autograd import set_detect_anomaly
+from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.torch_private import OpOverload, TorchDispatchMode, pytree
+from autopar.torch_private import OpOverload, TorchDispatchMode, no_dispatch_modes, pytree
 
 
 class NotRecordable(Exception):
@@ -88,3 +91,10 @@ def _lacks_one(func: OpOverload, results: Sequence[Any], args: Sequence[Any], kw
         x is None and is_asked and isinstance(each.type, torch.TensorType)
         for x, each, is_asked in zip(results, declared.returns, asked, strict=False)
     )
+
+
+@contextlib.contextmanager
+def unseen_by_the_caller() -> Iterator[None]:
+    """Enclose operators on tensors without values: they are not for the caller's modes, hooks and checks for NaN."""
+    with no_dispatch_modes(), saved_tensors_hooks(lambda x: x, lambda x: x), set_detect_anomaly(False):
+        yield

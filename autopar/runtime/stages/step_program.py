@@ -20,11 +20,13 @@ from torch.autograd.graph import GradientEdge
 from autopar.errors import RunError
 from autopar.lower.program import Program, Slot
 from autopar.lower.segments import current_mesh, on_mesh
+from autopar.lower.steps.adjoints import Adjoints
 from autopar.lower.steps.again import run_again, views_again
-from autopar.lower.steps.building import Adjoints, StepGraph, build
+from autopar.lower.steps.building import StepGraph, build
 from autopar.lower.steps.giving_up import bring_back
 from autopar.lower.steps.handing_over import Take, Taker, hand_over
 from autopar.lower.steps.in_place import add_in_place
+from autopar.lower.steps.nodes import laid_out
 from autopar.lower.steps.printing import Compiler, StepFunctions
 from autopar.runtime.gradients.gradient_reduction import bucket_bytes
 from autopar.torch_private import keeps_graph, operators_alone, reached
@@ -67,7 +69,7 @@ class StepProgram:
         self.takers = {k: _taker(slot, takers[slot.name]) for k, slot in slots if slot.name in takers}
         total = sum(taker.n_bytes for taker in self.takers.values())
         self.together = 0 if compiler is None else bucket_bytes(total)
-        self.adjoints: Adjoints = {}
+        self.adjoints = Adjoints()
         self.forms: dict[Any, _OfForm] = {}
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
@@ -180,8 +182,9 @@ class _StepNode(torch.autograd.Function):
         of_form: _OfForm = ctx.of_form
         roots = tuple(k for k in of_form.functions.arriving if grads[k] is not None)
         found: list[torch.Tensor | None] = [None] * ctx.n_values
+        strides = of_form.functions.strides
         if roots:
-            given = [*_taken(ctx, keeps_graph()), *(grads[k] for k in roots)]
+            given = [*_taken(ctx, keeps_graph()), *(laid_out(grads[k], strides[k]) for k in roots)]
             del grads
             edges = of_form.edges(ctx)
             nodes = [edges[k][0] for k in of_form.program.takers if of_form.like[k].requires_grad]
@@ -237,7 +240,7 @@ def first_half(
     edges = of_form.edges(node)
     first = frozenset(slot for slot, edge in edges.items() if edge in places)
     functions = of_form.backward(tuple(sorted(arriving)), first=first)
-    given = [*_taken(node, keep=False), *(arriving[k] for k in functions.arriving)]
+    given = [*_taken(node, keep=False), *(laid_out(arriving[k], functions.strides[k]) for k in functions.arriving)]
     del arriving, grads
     with of_form.on_its_mesh(), operators_alone():
         flat = functions.inputs.run(given)
