@@ -36,6 +36,22 @@ class Attends(nn.Module):
         return torch.as_tensor(self.out(y.transpose(1, 2).reshape(rows, length, 16)).square().mean())
 
 
+OF_FFT = {"*fft*": {"data": "f0"}, "*mul*": {"data": "b"}, "*abs*": {"data": "replicate"}}
+"""Complex rows are gathered."""
+
+
+class Mixes(nn.Module):
+    """A Fourier transform of each row, and complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(16, 2).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.fft.fft(x, dim=1) * torch.view_as_complex(self.weight)).abs().mean()
+
+
 class LeavesOut(nn.Module):
     """Layers of which each step leaves some out, as LayerDrop does: a branch on a number."""
 
@@ -94,6 +110,7 @@ def features(backend: str) -> dict[str, float]:
         "dropout of attention, in blocks": (spread(Attends(0.2), long), [(long,)]),
         "policy": (spread(Net(0.1).float(), rows, precision="bf16-mixed"), [(rows,)] * 2),
         "branches": (spread(LeavesOut(), rows.double()), [(rows.double(),)] * 3),
+        "complex numbers": (spread(Mixes(), short, constraints=OF_FFT), [(short,)] * 2),
         "buckets": (spread(Words(), *words(4, 6), **padded), [words(*size, 1) for size in SIZES[:4]]),
     }
     for way in ("travel", "travel/2", "travel@max"):

@@ -24,6 +24,9 @@ class NotRecordable(Exception):
     """An operator that gives what a record cannot hold: on tensors without values it has results that it lacks."""
 
 
+_VIEW_AS_REAL = torch.ops.aten.view_as_real.default
+
+
 class OperatorRecorder(TorchDispatchMode):
     """Records the operators that run in its scope as nodes of a graph.
 
@@ -62,6 +65,16 @@ class OperatorRecorder(TorchDispatchMode):
         self._nodes[id(x)] = node
         self._alive.append(x)
 
+    def _note_sent(self, node: torch.fx.Node, x: torch.Tensor) -> None:
+        """Note a collective of complex numbers as one of real ones: backends send no others."""
+        (sent, *others), graph = node.args, self.graph
+        assert isinstance(sent, torch.fx.Node)
+        with graph.inserting_before(node):
+            real = graph.call_function(_VIEW_AS_REAL, (sent,))
+        real.meta["val"] = torch.view_as_real(sent.meta["val"])
+        node.args, node.meta["val"] = (real, *others), torch.view_as_real(x)
+        self._note(graph.call_function(torch.ops.aten.view_as_complex.default, (node,)), x)
+
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and note it."""
         kwargs = kwargs or {}
@@ -70,7 +83,9 @@ class OperatorRecorder(TorchDispatchMode):
             raise NotRecordable(f"{func} gives None for a tensor where tensors have no values")
         nodes = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
         node = self.graph.call_function(func, *nodes)
-        if isinstance(results, torch.Tensor):
+        if isinstance(results, torch.Tensor) and results.is_complex() and func.namespace == "_c10d_functional":
+            self._note_sent(node, results)
+        elif isinstance(results, torch.Tensor):
             self._note(node, results)
         elif isinstance(results, (tuple, list)):
             node.meta["val"] = results
