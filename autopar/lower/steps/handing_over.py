@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx
@@ -63,7 +65,10 @@ def _in_block(node: torch.fx.Node, following: torch.fx.Node | None) -> bool:
 
 def _is_alone(grad: torch.fx.Node, ends: list[torch.fx.Node]) -> bool:
     """Check that a gradient is memory of its own, which nobody else reads: it may be summed over ranks in place."""
-    target = grad.target
+    target: Any = grad.target
+    if target is operator.getitem:  # results of an operator do not share memory, unless they are views
+        source: Any = grad.args[0]
+        target = source.target
     own = isinstance(target, OpOverload) and target not in VIEWS and not any(
         result.alias_info for result in target._schema.returns
     )  # fmt: skip
