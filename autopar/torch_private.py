@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import os
 import sys
 import threading
 import types
@@ -484,6 +485,12 @@ def backend_named(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return backend, others
 
 
+def compilers_are_off() -> bool:
+    """Check whether ``torch.compile`` leaves all functions as they are, as the environment says."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    return bool(config.disable) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
 def takes_a_list(module: torch.fx.GraphModule) -> torch.nn.Module:
     """Wrap a graph so that what AOTAutograd makes of it takes a list of its inputs, and empties it."""
     return importlib.import_module("torch._dynamo.utils").GmWrapper(module, list)  # type: ignore[no-any-return]
@@ -721,6 +728,7 @@ __all__ = [
     "callers_compiler",
     "compiled_functions_run_as_they_are",
     "compiler_traces",
+    "compilers_are_off",
     "count_as_compiled",
     "current_backward",
     "data_of_tensors",

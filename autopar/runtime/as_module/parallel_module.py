@@ -76,11 +76,13 @@ class ParallelModule(Derived):
         """
         if functorch_is_active():
             _check_transformed(self, (args, kwargs))
-        if self._autopar.inference:
-            self._autopar.check_without_gradients(args, kwargs)
-            with torch.no_grad():
-                return self._autopar.forward(*args, **kwargs)
-        return self._autopar.forward(*args, **kwargs)
+        run = self._autopar
+        with run.one_at_a_time:
+            if run.inference:
+                run.check_without_gradients(args, kwargs)
+                with torch.no_grad():
+                    return run.forward(*args, **kwargs)
+            return run.forward(*args, **kwargs)
 
     @compiled_as_callers
     def train_step(
@@ -140,7 +142,8 @@ class ParallelModule(Derived):
         Raises:
             RunError: the model has no scalar loss, or the shapes are not those of whole microbatches.
         """
-        return self._autopar.evaluate(args, kwargs)
+        with self._autopar.one_at_a_time:
+            return self._autopar.evaluate(args, kwargs)
 
     def compile(self, *args: PyTree, **kwargs: PyTree) -> None:
         """Compile the program with ``torch.compile(program, *args, **kwargs)``, as ``nn.Module.compile`` does.
@@ -153,12 +156,16 @@ class ParallelModule(Derived):
         less time of the host, without a compiler.
         Programs that are captured later, for other calls or values, are compiled like the first one. A
         ``torch.compile(pm)`` that is called does the same with its options, as one of a function that calls ``pm``.
+        ``disable=True`` takes an earlier call back. As everywhere in torch, nothing is compiled where the environment
+        says ``TORCH_COMPILE_DISABLE=1``.
 
         Raises:
-            RunError: ``fullgraph=True``, and the compiler does not see into an operator; it says which.
+            RunError: ``fullgraph=True``, and the compiler does not see into an operator; it says which. Or there is no
+                such backend, or its program cannot be compiled in this way.
+            TypeError: ``torch.compile`` has no such argument.
         """
         self._autopar.compile((args, kwargs))
-        self._autopar.compiled_as = ITSELF
+        self._autopar.compiled_as = None if kwargs.get("disable") else ITSELF
 
     # -- what it is
 

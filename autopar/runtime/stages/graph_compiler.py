@@ -27,6 +27,7 @@ from autopar.torch_private import (
     BoxedCodeGen,
     FakeTensorMode,
     backend_named,
+    compilers_are_off,
     inductor_settings,
     takes_a_list,
     unwrapped,
@@ -82,14 +83,36 @@ def compile_graph(graph: torch.fx.GraphModule, arguments: CompileArguments) -> C
     )
 
 
+def checked_arguments(arguments: CompileArguments) -> CompileArguments | None:
+    """Return arguments of ``torch.compile`` as they are; None if they, or the environment, say not to compile.
+
+    Raises:
+        RunError, TypeError: as for :func:`compile_graph`, of what is wrong with the arguments.
+    """
+    bound = _bound(arguments)
+    if bound.get("disable") or compilers_are_off():
+        return None
+    if bound.get("backend") != "eager":
+        _backend_of(arguments)
+    return arguments
+
+
+def _bound(arguments: CompileArguments) -> dict[str, Any]:
+    given, options = arguments
+    try:
+        return inspect.signature(torch.compile).bind(None, *given, **options).arguments
+    except TypeError as error:
+        names = ", ".join(list(inspect.signature(torch.compile).parameters)[1:])
+        raise TypeError(f"compile(): {error}; it takes those of torch.compile, by name: {names}") from None
+
+
 def _backend_of(arguments: CompileArguments) -> tuple[Callable[..., Any], str]:
     """Return the backend with its options, and its name.
 
     Raises:
         RunError, TypeError: as for :func:`compile_graph`.
     """
-    given, options = arguments
-    bound = inspect.signature(torch.compile).bind(None, *given, **options).arguments
+    bound = _bound(arguments)
     if bound.get("mode") is not None and bound.get("options") is not None:
         raise RunError("compile(mode=..., options=...): give one of the two; a mode is a set of options")
     if bound.get("dynamic"):

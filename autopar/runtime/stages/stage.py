@@ -39,7 +39,6 @@ from autopar.runtime.stages.graph_compiler import CompileArguments
 from autopar.runtime.stages.home import Home
 from autopar.words.autocasting import without_autocast
 from autopar.words.graph import Graph, Node
-from autopar.words.trees import PyTree
 
 
 class Stage:
@@ -157,13 +156,18 @@ class Stage:
         twin.evaluation, twin.evaluation_graph = None, graph
         return twin
 
-    def compile(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
-        """Compile the programs with ``torch.compile``."""
+    def compile(self, arguments: CompileArguments | None) -> None:
+        """Compile the programs with these arguments of ``torch.compile``; None to run them as they are lowered."""
+        before = self.compile_args
         self.schedule.drop()
-        self.compile_args = args, kwargs
-        self.run_program = self._runnable(self.program)
-        if self.evaluation is not None:
-            self.evaluation = self.evaluation[0], self._runnable(self.evaluation[0])
+        self.compile_args = arguments
+        try:
+            run_program = self._runnable(self.program)
+            evaluation = self.evaluation and (self.evaluation[0], self._runnable(self.evaluation[0]))
+        except BaseException:
+            self.compile_args = before
+            raise
+        self.run_program, self.evaluation = run_program, evaluation
 
     def _runnable(self, program: Program) -> Any:
         """Return what runs a program: its modules, or the compiler's result."""

@@ -40,7 +40,7 @@ Gathers = Sequence[tuple[tuple[str, ...], Gather]]
 """Parameters by name, and what gathers them together."""
 TWICE = (
     "create_graph=True: a compiled program has no backward of its backward, so gradient penalties and other second "
-    "derivatives cannot go through it; run it without compile(), on one device"
+    "derivatives cannot go through it; run it without compile() (pm.compile(disable=True) takes it back), on one device"
 )
 AGAIN = (
     "a second backward through the same forward of a compiled program, whose intermediate values are freed; pass "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -28,7 +29,7 @@ from autopar.runtime.parameters.user_module import PLACE
 from autopar.runtime.ranks.collective_log import CollectiveLog
 from autopar.runtime.ranks.groups import Groups
 from autopar.runtime.stages.compiled import check_compiled
-from autopar.runtime.stages.graph_compiler import CompileArguments
+from autopar.runtime.stages.graph_compiler import CompileArguments, checked_arguments
 from autopar.runtime.stages.stage import Stage
 from autopar.runtime.variants.buckets import Buckets
 from autopar.runtime.variants.module_modes import Training
@@ -84,6 +85,7 @@ class ParallelRun(ProgramRun):
         groups: autopar's own process groups, in which it runs, of one ``generation``; None if there are none.
         programs: the others; None if there are none.
         compiled_as: the options with which a ``torch.compile`` around a call compiled the programs.
+        one_at_a_time: held by the thread whose forward runs: a call may bring another program.
         compared: what ranks compare of its calls.
         buckets: shapes to which calls are padded; None if they are not.
         local_batch: whose rows are where, if each rank has rows of its own.
@@ -108,6 +110,7 @@ class ParallelRun(ProgramRun):
 
     def __init__(self, model: torch.nn.Module, captured: Captured, plan: Plan) -> None:
         super().__init__(model, captured, plan)
+        self.one_at_a_time = threading.RLock()
         self.samplers = Samplers()
         self.statistics_anew: Momenta = {}
         self.statistics_staying: Momenta = {}
@@ -199,20 +202,24 @@ class ParallelRun(ProgramRun):
     def compile(self, arguments: CompileArguments) -> None:
         """Compile the programs, that which runs now and those that are kept for other calls.
 
+        With ``disable=True`` they run as they are lowered, and so they do where the environment turns compilers off.
+
         Raises:
-            RunError: the whole graph is asked for, and a program is none.
+            RunError: the whole graph is asked for, and a program is none; or an argument is not one that can be.
+            TypeError: ``torch.compile`` has no such argument.
         """
-        if self.seeds.mode == "torch":
+        checked = checked_arguments(arguments)
+        if checked is not None and self.seeds.mode == "torch":
             raise RunError(
                 "programs that draw as torch does in eager mode (random='torch') are not compiled, since the host "
                 "follows torch's generator through each call: parallelize with random='sharded', the default"
             )
         kept = self.programs.kept if self.programs is not None else ()
         stages: list[Stage] = [stage for fields in (self.kept_program(), *kept) for stage in fields["stages"].values()]
-        for stage in stages:
+        for stage in stages if checked is not None else ():
             check_compiled(stage.program, arguments[1])
         for stage in stages:
-            stage.compile(*arguments)
+            stage.compile(checked)
 
     # -- modes
 
