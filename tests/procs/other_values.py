@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from procs.habits import batches, difference, said, whole
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.runtime.stages.step_program import StepProgram
 from autopar.runtime.variants import program_cache
 
 
@@ -74,7 +74,6 @@ def scheduled(cut: str, compiled: bool = False) -> tuple[float, list[int], int]:
     model, xs = Switched(), batches(len(SCHEDULE))
     alone = copy.deepcopy(model)
     pm = spread(model, xs[0], **CUTS[cut])
-    compiled_before = counters["stats"]["unique_graphs"]
     if compiled:
         pm.compile(backend="eager")
     parameters = list(pm.parameters())
@@ -92,7 +91,7 @@ def scheduled(cut: str, compiled: bool = False) -> tuple[float, list[int], int]:
     assert all(a is b for a, b in zip(parameters, pm.parameters(), strict=True))
     if pm._autopar.stage.compile_args is not None:
         stages = [pm._autopar.stage, *(fields["stages"][0] for fields in pm._autopar.programs.kept)]
-        assert counters["stats"]["unique_graphs"] - compiled_before >= len(stages)
+        assert all(isinstance(stage.run_program, StepProgram) and stage.run_program.forms for stage in stages)
     have, wanted = autopar.full_state_dict(pm, all_ranks=True), alone.state_dict()
     for name, value in wanted.items():
         worst = max(worst, difference(have[name], value)) if value.abs().max() else worst
