@@ -19,7 +19,6 @@ What the lowered program says about memory (its segments, what it frees until th
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,10 +125,6 @@ class StepGraph:
     may_lack: set[torch.fx.Node] = field(default_factory=set)
 
 
-_ONE_AT_A_TIME = threading.RLock()
-"""What builds steps replaces functions of torch, which all threads see."""
-
-
 def build(
     module: torch.fx.GraphModule, values: Sequence[Any], n_outputs: int, adjoints: Adjoints,
     roots: Collection[int] | None = None,
@@ -142,7 +137,7 @@ def build(
         adjoints: those that are known already; new ones are added.
         roots: numbers of the outputs to which gradients come; None for all that want one.
     """
-    with _ONE_AT_A_TIME, unseen_by_the_caller(), adjoints.mode, traced_for_a_compiler():
+    with unseen_by_the_caller(), adjoints.mode, traced_for_a_compiler():
         return _Builder(module, n_outputs, adjoints, roots).build(values)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ class NotRecordable(Exception):
     """An operator that gives what a record cannot hold: on tensors without values it has results that it lacks."""
 
 
+_ONE_AT_A_TIME = threading.RLock()
+"""Threads take turns: what runs on tensors without values replaces functions of torch that all threads see."""
 _VIEW_AS_REAL = torch.ops.aten.view_as_real.default
 
 
@@ -111,5 +114,5 @@ def _lacks_one(func: OpOverload, results: Sequence[Any], args: Sequence[Any], kw
 @contextlib.contextmanager
 def unseen_by_the_caller() -> Iterator[None]:
     """Enclose operators on tensors without values: they are not for the caller's modes, hooks and checks for NaN."""
-    with no_dispatch_modes(), saved_tensors_hooks(lambda x: x, lambda x: x), set_detect_anomaly(False):
+    with _ONE_AT_A_TIME, no_dispatch_modes(), saved_tensors_hooks(lambda x: x, lambda x: x), set_detect_anomaly(False):
         yield
