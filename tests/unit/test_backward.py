@@ -54,7 +54,7 @@ def test_halves_equal_the_whole(n_inputs: int) -> None:
                 halves = Halves()
                 gradients = halves.inputs(0, edges(outputs), grads, edges(inputs), weights)
                 assert all(w.grad is None for w in weights), "they come with the second half"
-                halves.weights(0, weights)
+                halves.weights(0)
                 assert all(x.grad is None for x in inputs), "the second half does not come there"
                 for x, gradient in zip(inputs, gradients, strict=True):
                     x.grad = gradient
@@ -87,5 +87,5 @@ def test_a_chain_is_computed_once() -> None:
     with _Products() as first:
         halves.inputs(0, edges([y]), [torch.ones_like(y)], edges([x]), weights)
     with _Products() as second:
-        halves.weights(0, weights)
+        halves.weights(0)
     assert (first.count, second.count) == (5, 5)

@@ -146,6 +146,23 @@ def test_inputs_are_freed_after_their_last_use(backend: Any) -> None:
     assert _dead == [[True, True, False], [True, True, True]]
 
 
+def test_equal_results_are_in_memories_of_their_own() -> None:
+    """Gradients are summed over ranks in place: a backend that computes two equal ones once gives one of them twice."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: Any) -> Any:
+        def run(*values: torch.Tensor) -> Any:
+            once = values[0].sin()
+            return once, once
+
+        return run
+
+    compiled = compile_graph(traced(lambda x: (x.sin(), x.sin()), x := drawn(3)), ((), {"backend": backend}))
+    for _ in range(2):
+        a, b = compiled([x])
+        a.mul_(2)
+        assert torch.equal(b, x.sin()) and torch.equal(a, 2 * b)
+
+
 @pytest.mark.parametrize("own", ["forward", "module", "called", "boxed"])
 def test_a_backend_of_the_users(own: str) -> None:
     """It is given the graph with tensors alone, and inputs without values; what it returns is called."""
