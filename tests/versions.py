@@ -28,7 +28,7 @@ SOLVERS = {"2.11.0": "highspy==1.15.1"}
 SMOKE = ("tests/unit/test_torch_private.py", "tests/procs/test_repairs.py", "tests/unit/test_dropout_triton.py")
 SLICE = (
     *SMOKE, "tests/unit/test_rules.py", "tests/unit/test_api.py", "tests/unit/test_compiled_order.py",
-    "tests/unit/test_graph_compiler.py",
+    "tests/unit/test_graph_compiler.py", "tests/unit/test_step_programs.py", "tests/unit/test_step_halves.py",
     "tests/unit/test_plain_tensors.py", "tests/world/test_pipelines.py", "tests/world/test_recompute.py",
     "tests/world/test_input_gradients.py", "tests/procs/test_everyday.py", "tests/procs/test_checkpoints.py",
     "tests/procs/test_mixed_precision.py", "tests/procs/test_optimizers_on_ranks.py", "tests/procs/test_compile.py",
