@@ -7,6 +7,7 @@ compared with the same module not compiled: what is returned, gradients (also wh
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +22,41 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.errors import RunError
+from autopar.lower.steps.adjoints import Adjoints
+from autopar.lower.steps.building import build
 from autopar.lower.steps.nodes import run_under_autograd
 from autopar.runtime.stages.step_program import StepProgram
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Run = Callable[[Any], Any]
+
+
+class Both(Function):
+    """Two values at once, as parameters that are gathered together."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a * 2, b * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads
+
+
+def doubled_together(a: Tensor, b: Tensor) -> Any:
+    return Both.apply(a, b)
+
+
+def test_what_goes_through_together_has_no_gradients_where_none_comes() -> None:
+    graph = torch.fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    together = graph.call_function(doubled_together, (a, b))
+    parts = [graph.call_function(operator.getitem, (together, k)) for k in range(2)]
+    graph.output(tuple(graph.call_function(torch.ops.aten.sum.default, (x,)) for x in parts))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    values = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    for roots, wanted in ((None, [0, 1]), ([0], [0]), ([1], [1])):
+        assert list(build(module, values, 2, Adjoints(), roots).grads) == wanted
 
 
 class Net(nn.Module):

@@ -58,6 +58,15 @@ class Adjoint:
     constants: dict[torch.fx.Node, torch.Tensor] = field(default_factory=dict)
 
     @property
+    def passes_on(self) -> bool:
+        """Whether gradients go through as they are: where none comes none goes on, of gathers of several parameters."""
+        return not self.backward and all(x is None or x in self.arriving for x in self.grads)
+
+    def of_results(self) -> list[tuple[torch.fx.Node, int]]:
+        """Return the placeholders of gradients, each with the number of its result."""
+        return list(zip(self.arriving, self.asked, strict=True))
+
+    @property
     def fakes(self) -> list[torch.Tensor]:
         """The tensors among the results, without values."""
         return [x for x in self.results if isinstance(x, torch.Tensor)]

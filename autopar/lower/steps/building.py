@@ -219,7 +219,8 @@ class _Builder:
             return self._branch(*args, **kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
         flat = [x.fake if isinstance(x, StepValue) and isinstance(x.fake, (int, float, bool)) else x for x in flat]
-        if runs_under_autograd(target) or any(_is_no_tensor(x) for x in flat):
+        fakes = [x.fake for x in flat if isinstance(x, StepValue)]
+        if runs_under_autograd(target) or not all(isinstance(x, torch.Tensor) for x in fakes):  # a generator's states
             return self._under_autograd(target, flat, spec)
         return self._differentiated(target, flat, spec, reached)
 
@@ -372,6 +373,11 @@ class _Builder:
                     grad = self._emit(operator.getitem, (got, k), val=leaf.fake)
                     self.step.may_lack.add(grad)
                     add(leaf, grad)
+        elif call.adjoint.passes_on:
+            came = {node: arrived.pop(call.results[k], None) for node, k in call.adjoint.of_results()}
+            for leaf, found in zip(call.leaves, call.adjoint.grads, strict=True):
+                if found is not None and (grad := came[found]) is not None:
+                    add(leaf, grad)
         else:
             asked = call.adjoint.asked
             self.guard = lacking
@@ -437,11 +443,6 @@ class _Builder:
                 of_side = self._emit(only_if, (call.taken, side, grad), val=leaf.fake)
                 self.step.may_lack.add(of_side)
                 add(leaf, of_side)
-
-
-def _is_no_tensor(x: Any) -> bool:
-    """Check for an input of the program that is neither a tensor nor a number: the states of torch's generator."""
-    return isinstance(x, StepValue) and not isinstance(x.fake, torch.Tensor)
 
 
 def _unflattened(values: Sequence[StepValue], results: Sequence[Any], spec: pytree.TreeSpec) -> Any:

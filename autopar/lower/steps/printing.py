@@ -168,6 +168,8 @@ class StepFunctions:
     Attributes:
         forward: from values of the program's inputs to its results, and behind them what is saved.
         saved: what is saved, by the names of nodes.
+        unchecked: places among it of buffers whose values the backward does not depend on (running means): they may
+            change before it.
         slots: the numbers of the inputs to which gradients are returned.
         arriving: the numbers of the results whose gradients arrive, with the ``strides`` of each.
         collectives: nodes that begin one, in order.
@@ -199,6 +201,7 @@ class StepFunctions:
         self.n_results = len(step.results)
         if saved is None:
             self.saved = [n.name for n in self._kept]
+            self.unchecked = {k for k, n in enumerate(self._kept) if n.meta.get("buffer") == "changing"}
             results = [*step.results, *self._kept]
             order = early if compiler is None else _compiled(early, results, compiler)
             self.forward = printed("forward", step.given, order, results, step.constants)

@@ -167,8 +167,9 @@ class _StepNode(torch.autograd.Function):
                 taken.add(id(x))
         ctx.set_materialize_grads(False)
         ctx.of_form, ctx.n_values = of_form, len(values)
-        ctx.save_for_backward(*(x for x in saved if isinstance(x, torch.Tensor)))
-        ctx.others = [None if isinstance(x, torch.Tensor) else (x,) for x in saved]
+        checked = [isinstance(x, torch.Tensor) and k not in functions.unchecked for k, x in enumerate(saved)]
+        ctx.save_for_backward(*(x for x, of_autograd in zip(saved, checked, strict=True) if of_autograd))
+        ctx.others = [None if of_autograd else (x,) for x, of_autograd in zip(saved, checked, strict=True)]
         ctx.mark_non_differentiable(
             *(x for k, x in enumerate(results) if k not in functions.arriving and isinstance(x, torch.Tensor))
         )
