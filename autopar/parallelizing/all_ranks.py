@@ -32,7 +32,7 @@ from hardware_profiles import Cluster, ProfileError
 
 T = TypeVar("T")
 Where = DeviceMesh | str | Cluster | int
-"""Where a model runs: what ``parallelize`` takes as its mesh, and the number of ranks for axes and sizes in words."""
+"""The ranks that a model runs on: the mesh that ``parallelize`` is given, and how many ranks axes in words need."""
 
 
 def on_all(group: Any, make: Callable[[], T]) -> T:

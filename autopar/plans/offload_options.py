@@ -58,7 +58,7 @@ class Offload:
 
     @property
     def of_parameters(self) -> bool:
-        """Whether parameters or the state of the optimizer may be stored on the host."""
+        """True if parameters or the state of the optimizer may be stored on the host."""
         return self.optimizer is not None or self.parameters is not None
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from procs.compiled_features import LeavesOut
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import cross_entropy
@@ -499,23 +500,6 @@ def test_own_code(between: str, again: bool) -> None:
 def test_one_graph_of_own_code_is_refused() -> None:
     with pytest.raises(RunError, match=r"compile\(fullgraph=True\): .* the model's own Python code, Scale"):
         autopar.parallelize(OwnCode("state"), 1, (X,), compile={"backend": "eager", "fullgraph": True})
-
-
-class LeavesOut(nn.Module):
-    """Layers of which each step leaves some out, as LayerDrop does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if self.training and torch.rand(()) < 0.5:
-                continue
-            x = layer(x).tanh()
-        return x.square().mean()
 
 
 @pytest.mark.parametrize("again", [False, True])

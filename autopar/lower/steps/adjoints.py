@@ -59,7 +59,7 @@ class Adjoint:
 
     @property
     def passes_on(self) -> bool:
-        """Whether gradients go through as they are: where none comes none goes on, of gathers of several parameters."""
+        """True if gradients go through as they are, as in a gather of parameters: where none comes, none goes on."""
         return not self.backward and all(x is None or x in self.arriving for x in self.grads)
 
     def of_results(self) -> list[tuple[torch.fx.Node, int]]:
@@ -229,12 +229,12 @@ def communicates(node: torch.fx.Node) -> bool:
 
 
 def acts(node: torch.fx.Node) -> bool:
-    """Check whether an operator is to run though nobody may read its result.
+    """Check whether a node is to run though nobody may read its result: ``meta["acts"]`` says it of functions.
 
     So are collectives, since other ranks may read theirs: in a ring that is causal, the first rank reads nothing of
     what it receives.
     """
-    return writes_to_argument(node) or communicates(node)
+    return writes_to_argument(node) or communicates(node) or node.meta.get("acts", False)
 
 
 def results_read(end: torch.fx.Node, n_outputs: int) -> dict[torch.fx.Node, set[int]]:

@@ -1,4 +1,4 @@
-"""What the backward makes again instead of keeping it: views, segments, gathered copies.
+"""Passes that let the backward make again what would be kept for it: views, segments, gathered copies.
 
 All are one thing in a step: a node of the forward that a node of the backward reads is copied in front of its first
 reader there, with what it needs, down to what is kept.
@@ -82,7 +82,7 @@ def _make_again(step: StepGraph, is_made_again: Callable[[torch.fx.Node], bool])
     def emit(target: Any, args: Any, kwargs: Any, like: torch.fx.Node, reader: torch.fx.Node) -> torch.fx.Node:
         with step.graph.inserting_before(reader):
             new = step.graph.call_function(target, args, kwargs)
-        new.meta.update(like.meta, late=True, guard=(), segment=None)
+        new.meta.update(like.meta, late=True, guard=(), segment=None, acts=False)
         return new
 
     def copy(node: torch.fx.Node, reader: torch.fx.Node) -> torch.fx.Node:

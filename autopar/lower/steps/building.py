@@ -9,6 +9,7 @@ late      it is of the backward
 call      the name of the call of the lowered program that it is of
 segment   the number of its segment, if it is recomputed in the backward
 buffer    of an input: ``changing`` for one that operators may write to though they do not say so (running means)
+acts      it is to run though nobody may read its result
 guard     gradients of which one must have come for it to run (a branch that goes the other way has none)
 ========= ==============================================================================================================
 
@@ -55,7 +56,6 @@ from autopar.torch_private import DATA_DEPENDENT, OpOverload, pytree
 from autopar.words.tracing import traced_for_a_compiler
 
 _aten = torch.ops.aten
-_Tensor = torch.Tensor
 
 
 @dataclass(eq=False)
@@ -174,8 +174,8 @@ class _Builder:
 
     def _input(self, node: torch.fx.Node, value: Any) -> Any:
         new = self.step.graph.placeholder(node.name)
-        new.meta.update(late=False, call=node.name, segment=None, guard=())
-        new.meta["buffer"] = node.meta.get("autopar", {}).get("buffer")
+        buffer = node.meta.get("autopar", {}).get("buffer")
+        new.meta.update(late=False, call=node.name, segment=None, guard=(), buffer=buffer)
         self.step.given.append(new)
         if not isinstance(value, torch.Tensor):
             new.meta["val"] = value
@@ -186,9 +186,11 @@ class _Builder:
         self.given.append((len(self.step.given) - 1, given))
         return given
 
-    def _emit(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, val: Any = None) -> Any:
+    def _emit(
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, val: Any = None, **more: bool
+    ) -> Any:
         node = self.step.graph.call_function(target, tuple(args), dict(kwargs or {}))
-        node.meta.update(val=val, late=self.late, call=self.call_name, segment=self.segment, guard=self.guard)
+        node.meta.update(val=val, late=self.late, call=self.call_name, segment=self.segment, guard=self.guard, **more)
         return node
 
     def _call(self, node: torch.fx.Node, reached: set[int] | None) -> Any:
@@ -208,12 +210,12 @@ class _Builder:
             return None
         if target is give_up:
             whole, _, decision, *before = args
-            left = self._emit(leave, (whole.node, decision, *(x.node for x in before)))
+            left = self._emit(leave, (whole.node, decision, *(x.node for x in before)), acts=True)
             self.step.given_up[whole.node] = left
             return StepValue(left, None, False)
         if target is settle:
             self.step.leaving = [x.node for x in args[0]]
-            self._emit(end_forward, tuple(self.step.leaving))
+            self._emit(end_forward, self.step.leaving, acts=True)
             return None
         if target in BRANCHES:
             return self._branch(*args, **kwargs)
@@ -237,7 +239,7 @@ class _Builder:
         key = target, place, str(spec), forms, others, numbers and tuple(numbers)
 
         def differentiated(strides: tuple[tuple[int, ...], ...] | None = None) -> Adjoint | None:
-            def run(tensors: Sequence[_Tensor]) -> Any:
+            def run(tensors: Sequence[torch.Tensor]) -> Any:
                 each = iter(tensors)
                 given = [next(each) if isinstance(x, StepValue) else x for x in flat]
                 args, kwargs = pytree.tree_unflatten(given, spec)
@@ -263,8 +265,7 @@ class _Builder:
             self.step.constants[env[node]] = value
         if adjoint.composite:
             outs = self._operator(target, flat, spec, adjoint)
-            env.update(zip(adjoint.outs, outs, strict=True))
-            env.update(zip(adjoint.inputs, (x.node for x in leaves), strict=True))
+            env = dict(zip(adjoint.outs, outs, strict=True)) | env  # an argument that is given back stays one
         else:
             self._inline(adjoint.forward, env)
             outs = [env[x] for x in adjoint.outs]
@@ -305,7 +306,7 @@ class _Builder:
             whole = target(*given[0], **given[1])
         nodes = [x.node if isinstance(x, StepValue) else x for x in flat]
         is_flat = spec == pytree.tree_structure((tuple(flat), {}))
-        both = self._emit(run_under_autograd, (target, None if is_flat else spec, wants, *nodes))
+        both = self._emit(run_under_autograd, (target, None if is_flat else spec, wants, *nodes), acts=True)
         if target in OPENED:
             return StepValue(self._emit(operator.getitem, (both, 0), val=whole), whole, False, leaves)
         flat_results, spec_of_results = pytree.tree_flatten(whole)
@@ -355,7 +356,6 @@ class _Builder:
             if any(x in arrived for x in call.results):
                 self.call_name = call.name
                 self._backward_of(call, arrived, add)
-                self.guard = ()
         self.step.grads = {number: arrived[value] for number, value in self.given if value.wants and value in arrived}
 
     def _backward_of(

@@ -15,9 +15,9 @@ def bring_back(step: StepGraph) -> None:
     """Let the backward read tensors that were given up from where they wait."""
     late = [n for n in step.graph.nodes if n.op == "call_function" and n.meta["late"]]
     place = {node: k for k, node in enumerate(late)}
+    ends = {x for x in (*step.grads.values(), *step.results) if isinstance(x, torch.fx.Node)}
     for whole, left in list(step.given_up.items()):
         readers = sorted((n for n in whole.users if n in place), key=place.__getitem__)
-        ends = {*step.grads.values(), *step.results}
         if not readers or whole in ends:
             _forget(step, left)
             del step.given_up[whole]
@@ -28,7 +28,8 @@ def bring_back(step: StepGraph) -> None:
         last = readers[-1]
         after = late[place[last] + 1] if place[last] + 1 < len(late) else None
         _before(step, after, be_done, (left,), None)
-    leaving = [x for x in step.leaving if x in set(step.given_up.values())]
+    away = {*step.given_up.values()}
+    leaving = [x for x in step.leaving if x in away]
     if late and leaving:
         _before(step, late[0], begin_backward, tuple(leaving), None)
 
@@ -37,7 +38,8 @@ def _before(step: StepGraph, node: torch.fx.Node | None, target: Any, args: tupl
     """Emit a call in front of a node of the backward, or at the end."""
     with contextlib.nullcontext() if node is None else step.graph.inserting_before(node):
         new = step.graph.call_function(target, args)
-    new.meta.update(val=val, late=True, call=target.__name__, segment=None, guard=())
+    acts = target is not come_back  # which somebody reads
+    new.meta.update(val=val, late=True, call=target.__name__, segment=None, guard=(), acts=acts)
     return new
 
 

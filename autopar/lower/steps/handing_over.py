@@ -20,7 +20,7 @@ Take = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Taker:
-    """What takes the gradient of a parameter, and the bytes of the whole parameter, which are the same on all ranks."""
+    """A taker of a parameter's gradient, with the bytes of the whole parameter, which are the same on all ranks."""
 
     take: Take
     n_bytes: int
@@ -86,4 +86,4 @@ def _give(step: StepGraph, take: Taker, grad: torch.fx.Node, before: torch.fx.No
     guard = (grad,) if grad in step.may_lack else ()
     if not alone:
         grad = emit(torch.ops.aten.clone.default, (grad,), grad.meta["val"])
-    emit(take, (grad,), None).meta["hands_over"] = True
+    emit(take, (grad,), None).meta["acts"] = True

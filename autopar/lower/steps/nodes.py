@@ -1,4 +1,4 @@
-"""What a step program calls besides operators: code that autograd differentiates when it runs, and branches on numbers.
+"""Functions that a step calls besides operators: code under autograd, branches on numbers, tensors that are given up.
 
 They are functions of plain values, called by the text of a step like operators.
 """
@@ -58,7 +58,7 @@ def calls_outside(program: Program, recorded: bool = False) -> list[str]:
 
 
 class Opened:
-    """What a call under autograd gives to the next one: an object with autograd's graph in it, and its leaves."""
+    """An object that one call under autograd gives to the next one, with autograd's graph in it, and its leaves."""
 
     def __init__(self, inside: Any, leaves: list[torch.Tensor]) -> None:
         self.inside, self.leaves = inside, leaves

@@ -18,7 +18,6 @@ import torch.fx
 from autopar.lower.steps.adjoints import acts
 from autopar.lower.steps.building import StepGraph
 from autopar.lower.steps.halves import in_halves
-from autopar.lower.steps.nodes import be_done, begin_backward, end_forward, leave, run_under_autograd
 from autopar.lower.steps.order import is_start, overlapped
 from autopar.torch_private import OpOverload, direct_call
 
@@ -270,22 +269,13 @@ def _read_of(
 def _needed(ends: Iterable[torch.fx.Node], computed: Collection[torch.fx.Node]) -> set[torch.fx.Node]:
     """Return the nodes that results need, and those that do something of which nobody reads the result."""
     needed: set[torch.fx.Node] = set()
-    todo = [*ends, *(n for n in computed if not _is_pure(n))]
+    todo = [*ends, *filter(acts, computed)]
     while todo:
         node = todo.pop()
         if node not in needed:
             needed.add(node)
             todo.extend(read_by(node) if node.op == "call_function" else ())
     return needed
-
-
-def _is_pure(node: torch.fx.Node) -> bool:
-    target = node.target
-    if isinstance(target, OpOverload):
-        return not acts(node)
-    return "hands_over" not in node.meta and target not in (leave, end_forward, begin_backward, be_done) and (
-        target is not run_under_autograd or node.meta["late"]
-    )
 
 
 def _compiled(nodes: Sequence[torch.fx.Node], results: Sequence[Any], compiler: Compiler) -> list[torch.fx.Node]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -97,7 +97,7 @@ class Unit:
             out, piece = self.held_params[0].leaf.data, self.held_params[0].piece
             self.work = all_gather_flat(out, piece.contiguous(), group=reshard_step.group, async_op=True)
             return
-        pieces = torch.cat([padded_to(h.sent, h.padded_shape).reshape(-1) for h in self.held_params])
+        pieces = _in_a_row(self.held_params, [held_param.sent for held_param in self.held_params])
         self.flat = pieces.new_empty(reshard_step.n, pieces.numel())
         self.work = all_gather_flat(self.flat.view(-1), pieces, group=reshard_step.group, async_op=True)
 
@@ -123,14 +123,9 @@ class Unit:
         flat = self.flat
         self.finish_work()
         if flat is not None:
-            offset = 0
-            for held_param in self.held_params:
+            for held_param, arrived in _apart(self.held_params, flat):
                 reshard_step = gather_of(held_param)
-                m = prod(held_param.padded_shape)
-                part = held_param.received(
-                    flat[:, offset : offset + m].view(reshard_step.n, *held_param.padded_shape)
-                )
-                offset += m
+                part = held_param.received(arrived)
                 with preserve_version_counter(held_param.leaf):
                     if reshard_step.cut.size % reshard_step.n:
                         cut = reshard_step.cut
@@ -189,16 +184,27 @@ def same_gather(a: HeldParam, b: HeldParam) -> bool:
 
 def gathered_together(held_params: Sequence[HeldParam], sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Gather what ranks send of parameters that :func:`coalesces`, in one functional collective."""
-    first = gather_of(held_params[0])
-    flat = torch.cat([padded_to(x, h.padded_shape).reshape(-1) for h, x in zip(held_params, sent, strict=True)])
-    flat = all_gather_single(flat, 0, first.group).view(first.n, -1)
-    arrived, offset = [], 0
-    for held_param in held_params:
-        cut, m = gather_of(held_param).cut, prod(held_param.padded_shape)
-        part = unstack(flat[:, offset : offset + m].view(first.n, *held_param.padded_shape), cut.dim)
-        arrived.append(part if cut.size == part.shape[cut.dim] else part.narrow(cut.dim, 0, cut.size))
-        offset += m
+    first, arrived = gather_of(held_params[0]), []
+    flat = all_gather_single(_in_a_row(held_params, sent), 0, first.group).view(first.n, -1)
+    for held_param, part in _apart(held_params, flat):
+        cut = gather_of(held_param).cut
+        whole = unstack(part, cut.dim)
+        arrived.append(whole if cut.size == whole.shape[cut.dim] else whole.narrow(cut.dim, 0, cut.size))
     return arrived
+
+
+def _in_a_row(held_params: Sequence[HeldParam], sent: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what a rank sends of parameters that are gathered together, one behind the other in one dim."""
+    return torch.cat([padded_to(x, h.padded_shape).reshape(-1) for h, x in zip(held_params, sent, strict=True)])
+
+
+def _apart(held_params: Sequence[HeldParam], flat: torch.Tensor) -> Iterator[tuple[HeldParam, torch.Tensor]]:
+    """Yield each parameter with its pieces of all ranks, [ranks, *padded shape], of what was gathered together."""
+    offset = 0
+    for held_param in held_params:
+        m = prod(held_param.padded_shape)
+        yield held_param, flat[:, offset : offset + m].view(len(flat), *held_param.padded_shape)
+        offset += m
 
 
 def make_units(held_params: Sequence[HeldParam]) -> list[Unit]:

@@ -1,4 +1,4 @@
-"""What an operator's call keeps for the backward and needs while it runs, in the layouts that its inputs have.
+"""The memory of an operator's call, kept for the backward or needed while it runs, as its inputs are laid out.
 
 It is tried out once for calls that are alike (:mod:`autopar.rules.saved_tensors`, :mod:`autopar.rules.working_memory`).
 """
